@@ -1,0 +1,118 @@
+"""KDA on activations: short convolution, gate and delta rule, each device on its own rows."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import meshes
+import pallas_kernels
+from k3jax.ops.elementwise import l2_normalize
+
+
+def short_conv(
+    x: jax.Array,  # [B, T, H, K]
+    weight: jax.Array,  # [W, H, K]
+    *,
+    segment_ids: jax.Array | None = None,  # [B, T]
+    initial_state: jax.Array | None = None,  # [B, W-1, H, K]
+) -> tuple[jax.Array, jax.Array]:
+    """silu of the causal depthwise convolution; see `pallas_kernels.short_conv`."""
+    batch, _, heads, _ = meshes.spec_of(x)
+    specs = (
+        P(batch, None, heads, None),
+        P(None, heads, None),
+        None if segment_ids is None else P(batch, None),
+        None if initial_state is None else P(batch, None, heads, None),
+    )
+    run = meshes.per_device(
+        lambda x, w, ids, state: pallas_kernels.short_conv(
+            x, w, segment_ids=ids, initial_state=state
+        ),
+        specs,
+        (P(batch, None, heads, None), P(batch, None, heads, None)),
+    )
+    return run(x, weight, segment_ids, initial_state)
+
+
+def delta_attention(
+    q: jax.Array,  # [B, T, H, K] after convolution
+    k: jax.Array,  # [B, T, H, K]
+    v: jax.Array,  # [B, T, H, V]
+    decay_logits: jax.Array,  # [B, T, H, K]
+    beta_logits: jax.Array,  # [B, T, H]
+    A_log: jax.Array,  # [H]
+    dt_bias: jax.Array,  # [H, K]
+    *,
+    lower_bound: float | None,
+    initial_state: jax.Array | None = None,  # [B, H, K, V] float32
+    segment_ids: jax.Array | None = None,  # [B, T]
+) -> tuple[jax.Array, jax.Array]:
+    """L2-normalise q and k, activate gate and beta, run the delta rule (SEMANTICS 3.5).
+
+    Returns:
+        output [B, T, H, V] in v's dtype, and the final state [B, H, K, V] float32.
+    """
+    batch, _, heads, _ = meshes.spec_of(q)
+    row, per_head = P(batch, None, heads, None), P(batch, None, heads)
+    state = P(batch, heads, None, None)
+
+    def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids):
+        log_decay = pallas_kernels.kda_gate(
+            decay_logits, A_log, dt_bias, lower_bound=lower_bound
+        )
+        return pallas_kernels.kda(
+            l2_normalize(q).astype(q.dtype),
+            l2_normalize(k).astype(k.dtype),
+            v,
+            log_decay,
+            jax.nn.sigmoid(beta_logits.astype(jnp.float32)),
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            log_decay_min=lower_bound,
+        )
+
+    specs = (
+        *(row, row, row, row, per_head, P(heads), P(heads, None)),
+        None if initial_state is None else state,
+        None if segment_ids is None else P(batch, None),
+    )
+    return meshes.per_device(run, specs, (row, state))(
+        q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids
+    )
+
+
+def delta_attention_step(
+    q: jax.Array,  # [B, 1, H, K]
+    k: jax.Array,  # [B, 1, H, K]
+    v: jax.Array,  # [B, 1, H, V]
+    decay_logits: jax.Array,  # [B, 1, H, K]
+    beta_logits: jax.Array,  # [B, 1, H]
+    A_log: jax.Array,  # [H]
+    dt_bias: jax.Array,  # [H, K]
+    state: jax.Array,  # [B, H, K, V] float32
+    *,
+    lower_bound: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of `delta_attention` from a state; q and k stay in float32 as released."""
+    batch, _, heads, _ = meshes.spec_of(q)
+    row, per_head = P(batch, None, heads, None), P(batch, None, heads)
+    state_spec = P(batch, heads, None, None)
+
+    def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, state):
+        log_decay = pallas_kernels.kda_gate(
+            decay_logits, A_log, dt_bias, lower_bound=lower_bound
+        )
+        output, state = pallas_kernels.kda_decode(
+            l2_normalize(q[:, 0]),
+            l2_normalize(k[:, 0]),
+            v[:, 0],
+            log_decay[:, 0],
+            jax.nn.sigmoid(beta_logits[:, 0].astype(jnp.float32)),
+            state,
+        )
+        return output[:, None], state
+
+    specs = (row, row, row, row, per_head, P(heads), P(heads, None), state_spec)
+    return meshes.per_device(run, specs, (row, state_spec))(
+        q, k, v, decay_logits, beta_logits, A_log, dt_bias, state
+    )

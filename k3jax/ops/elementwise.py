@@ -1,0 +1,47 @@
+"""Norms and gated activations: float32 inside, one cast at the end."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """w * cast(x / sqrt(mean(x^2) + eps)) over the last dimension (SEMANTICS 3.1).
+
+    The cast to `x.dtype` comes before the multiplication by the weight, as released.
+    """
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight.astype(x.dtype) * normed.astype(x.dtype)
+
+
+def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, result in float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + eps)
+
+
+def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * w * sigmoid(gate), float32 throughout, result in gate's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    gated = normed * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return gated.astype(gate.dtype)
+
+
+def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float | None) -> jax.Array:
+    """SiTU-GLU: b1 tanh(a / b1) sigmoid(a) * b2 tanh(b / b2) (SEMANTICS 3.8).
+
+    Args:
+        gate, up: a and b, same shape.
+        beta: b1.
+        linear_beta: b2; None leaves b as it is.
+    """
+    a, b = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if linear_beta is not None:
+        b = linear_beta * jnp.tanh(b / linear_beta)
+    return (beta * jnp.tanh(a / beta) * jax.nn.sigmoid(a) * b).astype(gate.dtype)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(a) * b."""
+    return jax.nn.silu(gate) * up

@@ -1,0 +1,25 @@
+"""Mesh axes, logical sharding rules and the one `shard_map` wrapper. Imports jax and numpy only."""
+
+from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR
+from meshes.build import MeshShape, abstract_mesh, build_mesh
+from meshes.rules import AxisRules
+from meshes.shard import has_mesh, per_device, reshard, spec_of, spec_or_none
+
+__all__ = [
+    "AXES",
+    "CONTEXT",
+    "DATA",
+    "EXPERT",
+    "FSDP",
+    "STAGE",
+    "TENSOR",
+    "AxisRules",
+    "MeshShape",
+    "abstract_mesh",
+    "build_mesh",
+    "has_mesh",
+    "per_device",
+    "reshard",
+    "spec_of",
+    "spec_or_none",
+]

@@ -1,0 +1,10 @@
+"""The six mesh axes. All of them always exist; an unused one has size 1."""
+
+STAGE = "stage"  # pipeline stages
+DATA = "data"  # replicas of everything
+FSDP = "fsdp"  # batch rows, with parameters and optimizer state sharded
+EXPERT = "expert"  # routed experts
+CONTEXT = "context"  # tokens of one sequence
+TENSOR = "tensor"  # heads, hidden widths, vocabulary
+
+AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)

@@ -1,0 +1,57 @@
+"""The only wrapper of `shard_map`, and the one test for a mesh in force."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+def has_mesh() -> bool:
+    """Whether `jax.set_mesh` is in force."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def spec_or_none(spec: PartitionSpec) -> PartitionSpec | None:
+    """`spec` under a mesh, None without: what `out_sharding=` arguments want."""
+    return spec if has_mesh() else None
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """How `x` lies on the mesh in force, one entry per dimension (all None without a mesh)."""
+    if not has_mesh():
+        return PartitionSpec(*(None,) * x.ndim)
+    spec = jax.typeof(x).sharding.spec
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Move `x` to `spec`; the identity without a mesh."""
+    return jax.sharding.reshard(x, spec) if has_mesh() else x
+
+
+def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` on every device's own slice; a plain call without a mesh.
+
+    Args:
+        function: arithmetic on one device. It may use collectives over mesh axes.
+        in_specs: a tuple with one PartitionSpec (or tree of them) per argument; arguments that
+            lie otherwise are resharded first. None for an argument that is None.
+        out_specs: the specs of the results.
+    """
+
+    def call(*args):
+        if not has_mesh():
+            return function(*args)
+        args = jax.tree.map(
+            lambda spec, x: jax.tree.map(lambda leaf: reshard(leaf, spec), x),
+            tuple(in_specs),
+            args,
+            is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+        )
+        mapped = jax.shard_map(
+            function, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+        )
+        return mapped(*args)
+
+    return call
