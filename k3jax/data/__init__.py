@@ -1,0 +1,1 @@
+"""Text on disk to batches of packed rows: corpus, split, packing, loading, count baselines."""
