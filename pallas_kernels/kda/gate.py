@@ -1,0 +1,60 @@
+"""The two decay gates of KDA."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import require_floating, require_rank
+
+# Above this softplus is the identity, as in the released kernels; also keeps exp from overflowing.
+_SOFTPLUS_IDENTITY = 20.0
+
+
+def kda_gate(
+    logits: jax.Array, A_log: jax.Array, dt_bias: jax.Array, *, lower_bound: float | None
+) -> jax.Array:
+    """Turn raw decay logits into log decays.
+
+    With `s = logits + dt_bias`::
+
+        lower_bound * sigmoid(exp(A_log) * s)      in (lower_bound, 0), when a bound is given
+        -exp(A_log) * softplus(s)                  otherwise; softplus(s) = s above 20
+
+    Args:
+        logits: [B, T, H, K] (any leading dimensions).
+        A_log: [H], one scalar per head.
+        dt_bias: [H, K], or flat [H * K], head-major.
+        lower_bound: static; None selects the unbounded gate.
+
+    Returns:
+        log_decay with the shape of `logits`, float32 (float64 when the logits are float64).
+
+    Raises:
+        ValueError: a shape does not fit, or `lower_bound` is not negative.
+        TypeError: an array is not floating.
+    """
+    require_floating("kda_gate", logits=logits, A_log=A_log, dt_bias=dt_bias)
+    require_rank("kda_gate", "H", A_log=A_log)
+    if logits.ndim < 2:
+        raise ValueError(f"kda_gate: logits has shape {logits.shape}; expected [..., H, K]")
+    num_heads, key_dim = logits.shape[-2:]
+    if A_log.shape != (num_heads,):
+        raise ValueError(
+            f"kda_gate: A_log has shape {A_log.shape}; expected ({num_heads},), one value per head"
+        )
+    if dt_bias.shape not in ((num_heads, key_dim), (num_heads * key_dim,)):
+        raise ValueError(
+            f"kda_gate: dt_bias has shape {dt_bias.shape}; expected ({num_heads}, {key_dim}) or "
+            f"({num_heads * key_dim},)"
+        )
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"kda_gate: lower_bound={lower_bound} must be negative (-5.0), or None")
+    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    shifted = logits.astype(dtype) + dt_bias.astype(dtype).reshape(num_heads, key_dim)
+    rate = jnp.exp(A_log.astype(dtype))[:, None]
+    with jax.named_scope("kda_gate"):
+        if lower_bound is not None:
+            return lower_bound * jax.nn.sigmoid(rate * shifted)
+        # The argument is replaced before exp: a `where` after it would give NaN gradients.
+        saturated = shifted > _SOFTPLUS_IDENTITY
+        soft = jnp.log1p(jnp.exp(jnp.where(saturated, 0.0, shifted)))
+        return -rate * jnp.where(saturated, shifted, soft)
