@@ -5,16 +5,27 @@ No mesh, path or array lives here. `k3jax.config.hf` maps these to and from the 
 """
 
 import dataclasses
-from typing import Literal
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
 
 AttentionKind = Literal["kda", "mla"]
 FeedForwardKind = Literal["dense", "moe"]
+
+# Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps a file states (SEMANTICS 3.1).
+LATENT_NORM_EPS = 1e-6
 
 
 def _require_positive(owner: str, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value <= 0:
             raise ValueError(f"{owner}.{name}={value} must be positive")
+
+
+def _require_not_negative(owner: str, **values: int) -> None:
+    for name, value in values.items():
+        if value < 0:
+            raise ValueError(f"{owner}.{name}={value} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +59,7 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     output_gate: bool
-    latent_norm_eps: float = 1e-6  # q_a_layernorm and kv_a_layernorm, whatever the file says
+    latent_norm_eps: float = LATENT_NORM_EPS
 
     def __post_init__(self):
         _require_positive(
@@ -59,6 +70,7 @@ class MLAConfig:
             qk_nope_head_dim=self.qk_nope_head_dim,
             v_head_dim=self.v_head_dim,
         )
+        _require_not_negative("mla", qk_rope_head_dim=self.qk_rope_head_dim)
 
     @property
     def qk_head_dim(self) -> int:
@@ -95,6 +107,11 @@ class MoEConfig:
             topk_groups=self.topk_groups,
             layer_freq=self.layer_freq,
         )
+        _require_not_negative(
+            "moe",
+            num_shared_experts=self.num_shared_experts,
+            first_dense_layers=self.first_dense_layers,
+        )
         if self.experts_per_token >= self.num_experts:
             raise ValueError(
                 f"moe.experts_per_token={self.experts_per_token} must be below "
@@ -110,6 +127,18 @@ class MoEConfig:
                 f"moe.topk_groups={self.topk_groups} exceeds "
                 f"num_expert_groups={self.num_expert_groups}"
             )
+        experts_per_group = self.num_experts // self.num_expert_groups
+        # A group's score is the sum of its two largest biased scores.
+        if self.uses_groups and experts_per_group < 2:
+            raise ValueError(
+                f"moe.num_expert_groups={self.num_expert_groups} leaves {experts_per_group} of "
+                f"num_experts={self.num_experts} per group; group selection needs at least 2"
+            )
+        if self.topk_groups * experts_per_group < self.experts_per_token:
+            raise ValueError(
+                f"moe.topk_groups={self.topk_groups} groups of {experts_per_group} experts hold "
+                f"fewer than experts_per_token={self.experts_per_token}"
+            )
         if self.router_activation not in ("sigmoid", "softmax"):
             raise ValueError(
                 f"moe.router_activation={self.router_activation!r} must be 'sigmoid' or 'softmax'"
@@ -119,6 +148,57 @@ class MoEConfig:
     def uses_groups(self) -> bool:
         """Group selection applies only when it can exclude a group."""
         return self.num_expert_groups > 1 and self.topk_groups < self.num_expert_groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower and its projector (SEMANTICS 6); queries may be wider than `dim`."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    qkv_dim: int  # num_heads * head_dim
+    ffn_dim: int
+    patch_size: int
+    merge_size: tuple[int, int]  # neighbouring patches (rows, columns) joined into one token
+    # Learned position grid, resampled to each picture, and the frames one item may hold.
+    position_rows: int
+    position_columns: int
+    max_frames: int
+    projector_dim: int  # width per patch entering the projector
+    projector_norm_eps: float
+
+    def __post_init__(self):
+        object.__setattr__(self, "merge_size", tuple(self.merge_size))
+        _require_positive(
+            "vision",
+            dim=self.dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            qkv_dim=self.qkv_dim,
+            ffn_dim=self.ffn_dim,
+            patch_size=self.patch_size,
+            position_rows=self.position_rows,
+            position_columns=self.position_columns,
+            max_frames=self.max_frames,
+            projector_dim=self.projector_dim,
+        )
+        if self.merge_size != (2, 2):
+            raise ValueError(f"vision.merge_size={self.merge_size} must be (2, 2)")
+        if self.qkv_dim % self.num_heads or self.head_dim % 4:
+            raise ValueError(
+                f"vision.qkv_dim={self.qkv_dim} must be num_heads={self.num_heads} heads whose "
+                f"width is a multiple of 4 (rotary pairs for rows and columns)"
+            )
+        if self.projector_dim != self.dim:
+            raise ValueError(
+                f"vision.projector_dim={self.projector_dim} must equal the tower's dim={self.dim}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.qkv_dim // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,11 +233,15 @@ class K3Config:
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int | None = None
-    # The framework's generic keys of a config.json read by `from_hf`, as canonical JSON text:
-    # kept so that `to_hf` writes the file back, and hashable, which a jit-static config must be.
-    generic_json: str = dataclasses.field(default="", repr=False)
+    media_placeholder_id: int | None = None  # the one token that an image's features replace
+    vision: VisionConfig | None = None
+    # The config.json that `from_hf` read, as JSON text: `to_hf` writes the framework's generic
+    # keys back from it. It describes no computation, so it takes no part in == and hash.
+    source_json: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __post_init__(self):
+        for name in ("kda_layers", "full_attention_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _require_positive(
             "config",
             vocab_size=self.vocab_size,
@@ -165,17 +249,36 @@ class K3Config:
             num_layers=self.num_layers,
             ffn_dim=self.ffn_dim,
             attention_residual_block=self.attention_residual_block,
+            situ_beta=self.situ_beta,
+            situ_linear_beta=self.situ_linear_beta,
+            norm_eps=self.norm_eps,
+            max_position=self.max_position,
         )
+        if self.model_type not in ("kimi_k3", "kimi_linear"):
+            raise ValueError(f"model_type={self.model_type!r} must be 'kimi_k3' or 'kimi_linear'")
         if self.activation not in ("situ", "silu"):
             raise ValueError(f"activation={self.activation!r} must be 'situ' or 'silu'")
+        sees = self.vision is not None or self.media_placeholder_id is not None
+        if sees and self.model_type != "kimi_k3":
+            raise ValueError(
+                f"model_type={self.model_type!r} has no vision tower: vision and "
+                f"media_placeholder_id must be None, or use 'kimi_k3'"
+            )
+        self._check_layers()
+        for name in ("bos_id", "eos_id", "pad_id", "media_placeholder_id"):
+            token = getattr(self, name)
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name}={token} is outside vocab_size={self.vocab_size}")
+
+    def _check_layers(self) -> None:
         listed = sorted(self.kda_layers + self.full_attention_layers)
-        if listed != list(range(1, self.num_layers + 1)):
-            expected = set(range(1, self.num_layers + 1))
+        expected = range(1, self.num_layers + 1)
+        if listed != list(expected):
             repeated = sorted({i for i in listed if listed.count(i) > 1})
             raise ValueError(
                 f"kda_layers and full_attention_layers must partition 1..{self.num_layers}: "
-                f"missing {sorted(expected - set(listed))}, repeated {repeated}, "
-                f"out of range {sorted(set(listed) - expected)}"
+                f"missing {sorted(set(expected) - set(listed))}, repeated {repeated}, "
+                f"out of range {sorted(set(listed) - set(expected))}"
             )
 
     def layer_kind(self, index: int) -> LayerKind:
@@ -204,17 +307,26 @@ class K3Config:
         return -(-self.num_layers // self.attention_residual_block)
 
     @classmethod
-    def from_hf(cls, path, *, allow_unknown: bool = False) -> "K3Config":
+    def from_hf(cls, path: str | os.PathLike[str], *, allow_unknown: bool = False) -> "K3Config":
         """Read a released `config.json` (or its folder); see `k3jax.config.hf.read_config`."""
         from k3jax.config import hf
 
         return hf.read_config(path, allow_unknown=allow_unknown)
 
-    def to_hf(self) -> dict:
-        """The `config.json` of this model as a dictionary; see `k3jax.config.hf.to_hf`."""
+    @classmethod
+    def from_hf_dict(
+        cls, document: Mapping[str, Any], *, allow_unknown: bool = False
+    ) -> "K3Config":
+        """The model of a `config.json` already in memory; see `k3jax.config.hf.parse_config`."""
         from k3jax.config import hf
 
-        return hf.to_hf(self)
+        return hf.parse_config(document, allow_unknown=allow_unknown)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of this model as a dictionary; see `k3jax.config.hf_writer.to_hf`."""
+        from k3jax.config import hf_writer
+
+        return hf_writer.to_hf(self)
 
     @classmethod
     def kimi_k3(cls) -> "K3Config":

@@ -1,0 +1,5 @@
+"""The error of a configuration file that cannot be read as one of the two families."""
+
+
+class ConfigError(ValueError):
+    """A `config.json` is missing, malformed, or says something the model does not implement."""
