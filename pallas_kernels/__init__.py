@@ -3,31 +3,25 @@
 Every operation is a per-device function with an `implementation=` keyword: `"reference"` is the
 definition, `"xla"` the fast form in `jax.numpy`; `None` chooses from a table before anything runs.
 The package needs jax and numpy only.
+
+The folder of an op bears the name of its function. All folders are loaded here, so that
+`pallas_kernels.short_conv` is the function from the first import on; reach the modules with
+`from pallas_kernels.short_conv import xla`.
 """
 
-import importlib
-
-# Loaded here, not on first use: importing the folder of this name would otherwise hide the function.
+from pallas_kernels.attention_residual import attention_residual
+from pallas_kernels.grouped_matmul import grouped_apply, grouped_matmul
 from pallas_kernels.kda import kda, kda_decode, kda_gate
+from pallas_kernels.mla import mla_attention
+from pallas_kernels.short_conv import short_conv
 
-# Public name -> module below this package, imported on first use.
-_MODULES = {
-    "attention_residual": "attention_residual",
-    "grouped_matmul": "grouped_matmul",
-    "mla_attention": "mla",
-    "short_conv": "short_conv",
-}
-
-__all__ = sorted([*_MODULES, "kda", "kda_decode", "kda_gate"])
-
-
-def __getattr__(name: str):
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__ = [
+    "attention_residual",
+    "grouped_apply",
+    "grouped_matmul",
+    "kda",
+    "kda_decode",
+    "kda_gate",
+    "mla_attention",
+    "short_conv",
+]

@@ -1,0 +1,66 @@
+"""The mixture over depth of Block Attention Residuals."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention_residual import reference, xla
+from pallas_kernels.checks import require_floating, require_rank, require_shape
+from pallas_kernels.dispatch import choose_implementation
+
+_FORMS = {"reference": reference.attention_residual, "xla": xla.attention_residual}
+
+
+def attention_residual(
+    bank: jax.Array,
+    current: jax.Array,
+    query: jax.Array,
+    count: int | jax.Array,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mix the blocks of a bank and the current sum, token by token, by a softmax over depth.
+
+    With rows V = (bank[0], .., bank[count-1], current) of one token,
+
+        score_j = sum_d query_d V_jd / sqrt(mean(V_j^2) + eps),
+        mixed = sum_j softmax(score)_j V_j         (the rows as they are, not normalised).
+
+    Bank entries from `count` on do not exist: they are not read into any result (they may hold
+    NaN), their probability is 0 and their gradient is 0.
+
+    Args:
+        bank: blocks [N, B, T, D], N >= 0.
+        current: running sum of the present block [B, T, D].
+        query: norm weight times projection weight [D].
+        count: number of entries that exist, an int (entries past it cost nothing) or int32 [].
+        eps: added to the mean square.
+        implementation: None, "reference" or "xla".
+
+    Returns:
+        mixed [B, T, D] in current.dtype (float32 inside, one rounding at the end), and the
+        probabilities [B, T, N+1] float32: bank entries 0 .. N-1, then the current sum.
+
+    Raises:
+        ValueError: shapes disagree, count is out of range, or the implementation is unknown.
+        TypeError: an array is not floating point, or count is not an integer.
+        NotImplementedError: the implementation is known but not built.
+    """
+    form = _FORMS[choose_implementation("attention_residual", implementation)]
+    require_rank("attention_residual", "B T D", current=current)
+    require_rank("attention_residual", "N B T D", bank=bank)
+    require_floating("attention_residual", bank=bank, current=current, query=query)
+    require_shape(
+        "attention_residual", (bank.shape[0], *current.shape), "(N, shape of current)", bank=bank
+    )
+    require_shape("attention_residual", current.shape[-1:], "(D of current)", query=query)
+    if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.ndim(count) != 0:
+        raise TypeError(f"attention_residual: count={count} must be an int or an int32 scalar")
+    if not isinstance(count, jax.core.Tracer):
+        count = int(count)
+        if not 0 <= count <= bank.shape[0]:
+            raise ValueError(
+                f"attention_residual: count={count} is outside 0..{bank.shape[0]}, "
+                "the entries of the bank"
+            )
+    return form(bank, current, query, count, eps)

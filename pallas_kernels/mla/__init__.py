@@ -1,0 +1,80 @@
+"""Causal attention with segments and unequal key and value widths, in tiles (flash attention)."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.dispatch import choose_implementation
+from pallas_kernels.mla import reference, xla
+
+_FORMS = {"reference": reference.mla_attention, "xla": xla.mla_attention}
+
+
+def mla_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_offset: int | jax.Array = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attend from each query to the keys before it in its segment.
+
+        output[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]
+        over s <= t + q_offset with kv_segment_ids[s] == segment_ids[t] != 0.
+
+    A query that sees no key (padding, for one) returns 0 and passes no gradient. Padded
+    queries, and keys and values that are padding or lie past the last query, may hold NaN.
+
+    Args:
+        q: queries [B, T, H, K], float32 or bfloat16.
+        k: keys [B, S, H, K].
+        v: values [B, S, H, V].
+        scale: factor of the scores, usually K^-0.5.
+        segment_ids: int [B, T] of the queries; None when every token is real and of one segment.
+        kv_segment_ids: int [B, S] of the keys; None takes `segment_ids`, which needs S = T.
+        q_offset: position of the first query among the keys, an int or int32 [] or [B].
+        implementation: None, "reference" or "xla".
+
+    Returns:
+        output [B, T, H, V] in q.dtype; scores and softmax are float32.
+
+    Raises:
+        ValueError: shapes disagree, one of the ids is missing, or the implementation is unknown.
+        TypeError: q, k or v is not floating point, or ids or offset are not integers.
+        NotImplementedError: the implementation is known but not built.
+    """
+    op = "mla_attention"
+    form = _FORMS[choose_implementation(op, implementation)]
+    require_rank(op, "B T H K", q=q)
+    require_rank(op, "B S H K", k=k)
+    require_rank(op, "B S H V", v=v)
+    require_floating(op, q=q, k=k, v=v)
+    (batch, num_queries, heads, width), num_keys = q.shape, k.shape[1]
+    require_shape(op, (batch, num_keys, heads, width), "(B, S, H, K of q and k)", k=k)
+    require_shape(op, (batch, num_keys, heads, v.shape[-1]), "(B, S, H of k, V)", v=v)
+    if min(num_queries, num_keys) < 1:
+        raise ValueError(f"{op}: q {q.shape} and k {k.shape} need at least one token each")
+    if segment_ids is None and kv_segment_ids is not None:
+        raise ValueError(f"{op}: kv_segment_ids without segment_ids; pass the ids of the queries")
+    if segment_ids is not None:
+        require_integer(op, segment_ids=segment_ids)
+        require_shape(op, (batch, num_queries), "(B, T of q)", segment_ids=segment_ids)
+        if kv_segment_ids is None:
+            if num_keys != num_queries:
+                raise ValueError(
+                    f"{op}: {num_keys} keys and {num_queries} queries differ; "
+                    "pass kv_segment_ids [B, S]"
+                )
+            kv_segment_ids = segment_ids
+        require_integer(op, kv_segment_ids=kv_segment_ids)
+        require_shape(op, (batch, num_keys), "(B, S of k)", kv_segment_ids=kv_segment_ids)
+    q_offset = jnp.asarray(q_offset)
+    require_integer(op, q_offset=q_offset)
+    if q_offset.shape not in ((), (batch,)):
+        raise ValueError(f"{op}: q_offset has shape {q_offset.shape}; expected () or ({batch},)")
+    q_offset = jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
+    return form(q, k, v, scale, segment_ids, kv_segment_ids, q_offset)

@@ -1,0 +1,40 @@
+"""The definition of causal attention with segments: one query token at a time."""
+
+import jax
+import jax.numpy as jnp
+
+
+def mla_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: jax.Array,
+) -> jax.Array:
+    """See `pallas_kernels.mla_attention`; float64 operands are computed in float64."""
+    if segment_ids is None:
+        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+        kv_segment_ids = jnp.ones(k.shape[:2], jnp.int32)
+    precise = jnp.promote_types(q.dtype, jnp.float32)
+    positions = jnp.arange(k.shape[1])
+
+    def attend(token):
+        query, segment_id, limit = token  # [B, H, K], [B], [B]
+        sees = (positions <= limit[:, None]) & (kv_segment_ids == segment_id[:, None])
+        sees &= (segment_id != 0)[:, None]  # [B, S]
+        keys = jnp.where(sees[:, :, None, None], k, 0).astype(precise)
+        values = jnp.where(sees[:, :, None, None], v, 0).astype(precise)
+        sees_any = jnp.any(sees, axis=1)
+        query = jnp.where(sees_any[:, None, None], query, 0).astype(precise)
+        scores = scale * jnp.einsum("bhk,bshk->bhs", query, keys)
+        # A query that sees nothing takes the softmax of zeros; its output is replaced below.
+        visible = (sees | ~sees_any[:, None])[:, None, :]
+        probabilities = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        output = jnp.einsum("bhs,bshv->bhv", probabilities, values)
+        return jnp.where(sees_any[:, None, None], output, 0)
+
+    limits = q_offset[:, None] + jnp.arange(q.shape[1])
+    tokens = tuple(jnp.moveaxis(array, 1, 0) for array in (q, segment_ids, limits))
+    return jnp.moveaxis(jax.lax.map(attend, tokens), 0, 1).astype(q.dtype)
