@@ -36,17 +36,26 @@ def read_config(path: str | os.PathLike[str], *, allow_unknown: bool = False) ->
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
+    return parse_config(read_json(file), origin=str(file), allow_unknown=allow_unknown)
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file, strictly: no key twice, no NaN.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ConfigError: it is not JSON.
+    """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; give a config.json or its folder")
     try:
-        document = json.loads(
+        return json.loads(
             file.read_text(encoding="utf-8"),
             object_pairs_hook=_refuse_duplicates,
             parse_constant=_refuse_constant,
         )
-    except ValueError as error:  # malformed JSON, duplicate key, NaN, or not UTF-8
+    except (ValueError, RecursionError) as error:  # also: not UTF-8, nested without end
         raise ConfigError(f"{file}: not a valid JSON file: {error}") from error
-    return parse_config(document, origin=str(file), allow_unknown=allow_unknown)
 
 
 def parse_config(
@@ -210,7 +219,7 @@ class _Reader:
 
 
 def _type_problem(key: Key, value: Any) -> str | None:
-    """What the value should have been, or None when it is right. A bool is no number, nor is NaN."""
+    """What the value should have been, None when it is right. A bool is no number, nor is NaN."""
     is_integer = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     match key.kind:
         case "integer":

@@ -1,5 +1,7 @@
 """Named sizes."""
 
+from collections.abc import Callable
+
 from k3jax.config.architecture import K3Config, KDAConfig, MLAConfig, MoEConfig, VisionConfig
 
 # Reserved ids of the released vocabulary of 163,840.
@@ -180,3 +182,9 @@ def tiny() -> K3Config:
         situ_linear_beta=25.0,
         attention_residual_block=4,
     )
+
+
+# Name on the command line -> its function.
+PRESETS: dict[str, Callable[[], K3Config]] = {
+    preset.__name__: preset for preset in (kimi_k3, kimi_linear_48b, small, tiny)
+}
