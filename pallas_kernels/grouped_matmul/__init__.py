@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
@@ -53,7 +54,7 @@ def grouped_matmul(
             f"grouped_matmul: weights {weights.shape} [E, K, N] cannot multiply x {x.shape} [M, K]"
         )
     _check_groups("grouped_matmul", x, weights.shape[0], group_sizes)
-    return form(x, weights, group_sizes)
+    return form(x, weights, jnp.asarray(group_sizes, jnp.int32))
 
 
 def grouped_apply(
@@ -102,7 +103,7 @@ def grouped_apply(
             "all need one entry per group"
         )
     _check_groups("grouped_apply", x, leaves[0].shape[0], group_sizes)
-    return form(function, x, parameters, group_sizes)
+    return form(function, x, parameters, jnp.asarray(group_sizes, jnp.int32))
 
 
 def _check_groups(op: str, x: jax.Array, num_groups: int, group_sizes: jax.Array) -> None:
@@ -112,9 +113,10 @@ def _check_groups(op: str, x: jax.Array, num_groups: int, group_sizes: jax.Array
     if num_groups == 0:
         raise ValueError(f"{op}: there are no groups; at least one is needed")
     if not isinstance(group_sizes, jax.core.Tracer):
-        total, rows = int(jnp.sum(group_sizes)), x.shape[0]
-        if total > rows or int(jnp.min(group_sizes)) < 0:
+        sizes, rows = np.asarray(group_sizes), x.shape[0]  # numpy: also concrete under jit
+        total = int(sizes.sum())
+        if total > rows or int(sizes.min()) < 0:
             raise ValueError(
-                f"{op}: group_sizes {group_sizes.tolist()} sum to {total}; they must not be "
+                f"{op}: group_sizes {sizes.tolist()} sum to {total}; they must not be "
                 f"negative nor sum to more than the {rows} rows of x"
             )

@@ -72,6 +72,8 @@ def mla_attention(
             kv_segment_ids = segment_ids
         require_integer(op, kv_segment_ids=kv_segment_ids)
         require_shape(op, (batch, num_keys), "(B, S of k)", kv_segment_ids=kv_segment_ids)
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
+        kv_segment_ids = jnp.asarray(kv_segment_ids, jnp.int32)
     q_offset = jnp.asarray(q_offset)
     require_integer(op, q_offset=q_offset)
     if q_offset.shape not in ((), (batch,)):

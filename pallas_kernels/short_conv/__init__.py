@@ -1,6 +1,7 @@
 """Causal depthwise short convolution followed by silu, with packing and padding."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
@@ -61,6 +62,7 @@ def short_conv(
     if segment_ids is not None:
         require_integer("short_conv", segment_ids=segment_ids)
         require_shape("short_conv", (batch, length), "(B, T of x)", segment_ids=segment_ids)
+        segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if initial_state is not None:
         require_floating("short_conv", initial_state=initial_state)
         expected = (batch, taps - 1, heads, width)
