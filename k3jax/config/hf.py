@@ -69,7 +69,7 @@ def parse_config(
     if not isinstance(document, Mapping):
         raise ConfigError(f"{origin}: expected a JSON object, found {type(document).__name__}")
     family = document.get("model_type")
-    if family not in LAYOUT:
+    if family not in tuple(LAYOUT):  # any JSON value, hashable or not
         raise ConfigError(
             f"{origin}: model_type={family!r} is not a known family; "
             f"known: {', '.join(map(repr, LAYOUT))}"
