@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _show_overview()
         if name in ("-V", "--version"):
             return _show_version()
-        return load(name).main(rest)
+        status = load(name).main(rest)
+        sys.stdout.flush()  # a reader that has gone shows here, not at exit
+        return status
     except (UserError, FileNotFoundError) as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
@@ -97,9 +99,9 @@ def load(name: str):
     """
     if name not in SUBCOMMANDS:
         nearest = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise UserError(
-            f"unknown command {name!r}{hint} Commands: {', '.join(SUBCOMMANDS)}; "
+            f"unknown command {name!r}{hint}. Commands: {', '.join(SUBCOMMANDS)}; "
             f"k3jax --help explains them"
         )
     return importlib.import_module(SUBCOMMANDS[name].module)
