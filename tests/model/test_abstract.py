@@ -1,0 +1,29 @@
+"""The full-size model exists as shapes, quickly and in little memory."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import json, resource, time
+import jax, k3jax
+from k3jax.config import K3Config
+k3jax.init  # import what it needs
+cfg = K3Config.kimi_k3()
+start = time.perf_counter()
+model = jax.eval_shape(lambda key: k3jax.init(cfg, key), jax.random.key(0))
+seconds = time.perf_counter() - start
+count = sum(leaf.size for leaf in jax.tree.leaves(model))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"seconds": seconds, "count": count, "peak_bytes": peak}))
+"""
+
+
+def test_released_model_is_built_abstractly_in_seconds_and_under_a_gigabyte():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    facts = json.loads(done.stdout)
+    assert facts["count"] == 2_779_484_476_000
+    assert facts["seconds"] < 5
+    assert facts["peak_bytes"] < 1e9
