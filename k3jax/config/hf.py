@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from k3jax.config.architecture import K3Config, KDAConfig, MLAConfig, MoEConfig, VisionConfig
+from k3jax.config.architecture import K3Config
 from k3jax.config.errors import ConfigError
 from k3jax.config.keys import LAYOUT, OMITTED, VISION_PATH, Key, Section, is_required
+from k3jax.config.parts import KDAConfig, MLAConfig, MoEConfig, VisionConfig
 
 
 def read_config(path: str | os.PathLike[str], *, allow_unknown: bool = False) -> K3Config:

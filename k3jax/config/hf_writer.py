@@ -9,8 +9,9 @@ gets a complete file.
 import json
 from typing import Any
 
-from k3jax.config.architecture import LATENT_NORM_EPS, K3Config
+from k3jax.config.architecture import K3Config
 from k3jax.config.keys import LAYOUT, OMITTED, VISION_PATH, Key, Section, is_required
+from k3jax.config.parts import LATENT_NORM_EPS
 
 
 def to_hf(cfg: K3Config) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from k3jax.config.architecture import K3Config, KDAConfig, MLAConfig, MoEConfig, VisionConfig
+from k3jax.config.architecture import K3Config
+from k3jax.config.parts import KDAConfig, MLAConfig, MoEConfig, VisionConfig
 
 # Reserved ids of the released vocabulary of 163,840.
 _RELEASED_TOKENS = {"bos_id": 163584, "eos_id": 163586, "pad_id": 163839}
