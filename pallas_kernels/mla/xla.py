@@ -26,7 +26,12 @@ class AttentionTiles:
     keys: int
 
 
-TILES = AttentionTiles(queries=128, keys=128)
+# Most keys -> tiles. Small tiles skip more of the masked half, large ones multiply faster.
+TILES = {1024: AttentionTiles(queries=128, keys=128), None: AttentionTiles(queries=256, keys=256)}
+
+
+def _tiles_for(num_keys: int) -> AttentionTiles:
+    return next(tiles for most, tiles in TILES.items() if most is None or num_keys <= most)
 
 
 def mla_attention(
@@ -74,7 +79,8 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 def _tiled(scale, q, k, v, ids, q_offset) -> _Tiled:
     precise = jnp.promote_types(q.dtype, jnp.float32)
-    num_q, num_k = min(TILES.queries, q.shape[1]), min(TILES.keys, k.shape[1])
+    tiles = _tiles_for(k.shape[1])
+    num_q, num_k = min(tiles.queries, q.shape[1]), min(tiles.keys, k.shape[1])
     q_limits = q_offset[:, None] + jnp.arange(q.shape[1])
     q_ids, k_ids = (None, None) if ids is None else ids
     q_is_real = jnp.ones_like(q_limits, dtype=bool) if ids is None else q_ids != 0
