@@ -6,23 +6,10 @@ them is removed first (one gather in, one out), but only when a batch really has
 the test is a `cond` on the segment ids. The backward pass stores the operands alone.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import align_varying
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardTiles:
-    """The tap gradients are column sums, which are slow once their operands leave the cache."""
-
-    tokens: int  # tokens per step of the loop
-    whole_below: int  # elements of one batch below which the loop does not pay
-
-
-TILES = BackwardTiles(tokens=64, whole_below=2**21)
 
 
 def short_conv(
@@ -83,88 +70,56 @@ def _shift(x: jax.Array, steps: int) -> jax.Array:
     return jnp.pad(x, padding)[:, after : after + length]
 
 
-def _keep(mask: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Return x [B, T, H, K] where mask [B, T] holds, else 0: what is masked may be NaN."""
-    return x if mask is None else jnp.where(mask[:, :, None, None], x, 0)
-
-
-def _same_segment(segment_ids: jax.Array | None, taps: int) -> list[jax.Array | None]:
-    """Return for n = 0 .. taps-1 whether tokens t-n .. t are real and of one segment [B, T]."""
-    if segment_ids is None:
-        return [None] * taps  # what lies before the row is zero already
-    same = [segment_ids != 0]
+def _reach(segment_ids: jax.Array, taps: int) -> jax.Array:
+    """Return how many tokens back each one's window goes [B, T]: 0 .. taps-1, -1 for padding."""
+    inside = segment_ids != 0
+    reach = inside.astype(jnp.int32) - 1
     for n in range(1, taps):
-        same.append(same[-1] & (_shift(segment_ids, n) == segment_ids))
-    return jax.lax.optimization_barrier(same)  # small; not to be recomputed for each channel
+        inside &= _shift(segment_ids, n) == segment_ids
+        reach += inside
+    return reach
+
+
+def _within(reach: jax.Array | None, n: int, x: jax.Array) -> jax.Array:
+    """Return x [B, T, H, K] where windows reach n tokens back, else 0 (what is there may be NaN).
+
+    None stands for a single segment without padding: what lies before it is zero already.
+    """
+    return x if reach is None else jnp.where((reach >= n)[:, :, None, None], x, 0)
 
 
 # --- tokens of a segment side by side -----------------------------------------------------------
 
 
-def _preactivation(x: jax.Array, weight: jax.Array, same: list[jax.Array | None]) -> jax.Array:
+def _preactivation(x: jax.Array, weight: jax.Array, reach: jax.Array | None) -> jax.Array:
     x = x.astype(weight.dtype)
     taps = weight.shape[0]
-    return sum(weight[taps - 1 - n] * _keep(same[n], _shift(x, n)) for n in range(taps))
+    return sum(weight[taps - 1 - n] * _within(reach, n, _shift(x, n)) for n in range(taps))
 
 
-def _forward_adjacent(x: jax.Array, weight: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    total = _preactivation(x, weight, _same_segment(segment_ids, weight.shape[0]))
+def _forward_adjacent(x: jax.Array, weight: jax.Array, reach: jax.Array | None) -> jax.Array:
+    total = _preactivation(x, weight, reach)
     return (total * jax.nn.sigmoid(total)).astype(x.dtype)
 
 
 def _backward_adjacent(
-    x: jax.Array, weight: jax.Array, segment_ids: jax.Array | None, d_output: jax.Array
+    x: jax.Array, weight: jax.Array, reach: jax.Array | None, d_output: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of x and weight, both in weight.dtype."""
     taps = weight.shape[0]
-    same = _same_segment(segment_ids, taps)
-    total = _preactivation(x, weight, same)
+    total = _preactivation(x, weight, reach)
     gate = jax.nn.sigmoid(total)
-    d_total = _keep(same[0], d_output.astype(weight.dtype) * gate * (1 + total * (1 - gate)))
-    # Without the barrier every sum below evaluates silu again: 14 times slower at T 4096.
-    d_total = jax.lax.optimization_barrier(d_total)
+    # Written so that XLA keeps d_total in memory: with the division in its last fusion it is too
+    # dear to be evaluated again in each sum below (10 times slower at T 4096).
+    d_total = _within(reach, 0, d_output.astype(weight.dtype)) * gate * (1 + total * (1 - gate))
+    d_total, x = jax.lax.optimization_barrier((d_total, x))
     x = x.astype(weight.dtype)
     d_x = jnp.zeros_like(x)
     d_weight = []
     for n in range(taps):
-        masked = _keep(same[n], d_total)
-        d_x += weight[taps - 1 - n] * _shift(masked, -n)
-        d_weight.append(jnp.sum(_keep(same[n], _shift(x, n)) * d_total, axis=(0, 1)))
+        d_x += weight[taps - 1 - n] * _shift(_within(reach, n, d_total), -n)
+        d_weight.append(jnp.sum(_within(reach, n, _shift(x, n)) * d_total, axis=(0, 1)))
     return d_x, jnp.stack(d_weight[::-1])
-
-
-def _backward_tiled(
-    x: jax.Array, weight: jax.Array, segment_ids: jax.Array | None, d_output: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`_backward_adjacent` over windows of tokens that each begin W-1 tokens early."""
-    length = x.shape[1]
-    halo, tile = weight.shape[0] - 1, TILES.tokens
-    num_tiles = -(-length // tile)
-    after = num_tiles * tile - length
-
-    def extend(array):
-        return jnp.pad(array, [(0, 0), (halo, after)] + [(0, 0)] * (array.ndim - 2))
-
-    def window(array, start):
-        return jax.lax.dynamic_slice_in_dim(array, start, tile + halo, axis=1)
-
-    x, d_output = extend(x), extend(d_output)
-    segment_ids = None if segment_ids is None else extend(segment_ids)
-    is_own = (jnp.arange(tile + halo) >= halo)[None]  # the halo's outputs are of the tile before
-
-    def step(carry, index):
-        d_x, d_weight = carry
-        start = index * tile
-        ids = None if segment_ids is None else window(segment_ids, start)
-        own = _keep(is_own, window(d_output, start))
-        d_window, d_taps = _backward_adjacent(window(x, start), weight, ids, own)
-        d_window += window(d_x, start)
-        d_x = jax.lax.dynamic_update_slice_in_dim(d_x, d_window, start, axis=1)
-        return (d_x, d_weight + d_taps), None
-
-    start = (jnp.zeros_like(x, dtype=weight.dtype), jnp.zeros_like(weight))
-    (d_x, d_weight), _ = jax.lax.scan(step, start, jnp.arange(num_tiles))
-    return d_x[:, halo : halo + length], d_weight
 
 
 # --- padding between the tokens of a segment -----------------------------------------------------
@@ -191,24 +146,41 @@ def _reorder(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
 
+def _by_adjacency(function, segment_ids: jax.Array | None, taps: int, *arrays: jax.Array):
+    """Return function(reach, *arrays), given arrays in which no segment has padding inside.
+
+    Args:
+        function: (reach [B, T] or None, arrays) -> (array [B, T, H, K], anything without tokens).
+        segment_ids: [B, T], or None when every token is real and of one segment.
+        taps: length of the windows.
+        *arrays: [B, T, H, K]; they and the array that is returned are in the order of tokens.
+    """
+    if segment_ids is None:
+        return function(None, *arrays)
+
+    def compacted(_, *arrays):
+        order, place = _compaction(segment_ids)
+        reach = _reach(_reorder(segment_ids, order), taps)
+        result, rest = function(reach, *(_reorder(array, order) for array in arrays))
+        return _reorder(result, place), rest
+
+    # As an operand of the branches `reach` is in memory; inside of them its formula would be
+    # evaluated again for each channel and tap.
+    reach = _reach(segment_ids, taps)
+    return jax.lax.cond(_has_holes(segment_ids), compacted, function, reach, *arrays)
+
+
 # --- the differentiable whole --------------------------------------------------------------------
 
 
 @jax.custom_vjp
 def _convolve(x: jax.Array, weight: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Return silu(conv(x)) with zeros before the row, computed in weight.dtype, in x.dtype."""
-    if segment_ids is None:
-        return _forward_adjacent(x, weight, None)
 
-    def compacted(x):
-        order, place = _compaction(segment_ids)
-        output = _forward_adjacent(_reorder(x, order), weight, _reorder(segment_ids, order))
-        return _reorder(output, place)
+    def forward(reach, x):
+        return _forward_adjacent(x, weight, reach), ()
 
-    def adjacent(x):
-        return _forward_adjacent(x, weight, segment_ids)
-
-    return jax.lax.cond(_has_holes(segment_ids), compacted, adjacent, x)
+    return _by_adjacency(forward, segment_ids, weight.shape[0], x)[0]
 
 
 def _convolve_forward(x, weight, segment_ids):
@@ -217,21 +189,11 @@ def _convolve_forward(x, weight, segment_ids):
 
 def _convolve_backward(operands, d_output):
     x, weight, segment_ids = operands
-    backward = _backward_adjacent if x.size < TILES.whole_below else _backward_tiled
 
-    def compacted(x, d_output):
-        order, place = _compaction(segment_ids)
-        arrays = _reorder(x, order), weight, _reorder(segment_ids, order)
-        d_x, d_weight = backward(*arrays, _reorder(d_output, order))
-        return _reorder(d_x, place), d_weight
+    def backward(reach, x, d_output):
+        return _backward_adjacent(x, weight, reach, d_output)
 
-    def adjacent(x, d_output):
-        return backward(x, weight, segment_ids, d_output)
-
-    if segment_ids is None:
-        d_x, d_weight = adjacent(x, d_output)
-    else:
-        d_x, d_weight = jax.lax.cond(_has_holes(segment_ids), compacted, adjacent, x, d_output)
+    d_x, d_weight = _by_adjacency(backward, segment_ids, weight.shape[0], x, d_output)
     return d_x.astype(x.dtype), d_weight, None
 
 

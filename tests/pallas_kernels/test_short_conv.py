@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -8,7 +7,6 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import short_conv
-from pallas_kernels.short_conv import xla
 from tests.pallas_kernels.compare import (
     DATA,
     REPLICATED,
@@ -67,22 +65,6 @@ def test_short_conv_of_few_tokens_matches_definition(length):
         return short_conv(x, weight, implementation=implementation)
 
     assert_matches_definition(op, (normal(5, 1, length, 1, 3), normal(6, 5, 1, 3)))
-
-
-@pytest.mark.parametrize("segment_ids", [None, HOLES], ids=["whole", "holes"])
-def test_short_conv_tiled_backward_equals_untiled(segment_ids, monkeypatch):
-    x, weight = jnp.float32(X), jnp.float32(WEIGHT)
-    cotangents = [normal(7, *x.shape), normal(8, B, W - 1, H, K)]
-
-    def gradients():
-        op = lambda *arrays: short_conv(*arrays, segment_ids=segment_ids)  # noqa: E731
-        return values_and_gradients(op, (x, weight), cotangents)[1]
-
-    expected = gradients()
-    tiles = dataclasses.replace(xla.TILES, tokens=4, whole_below=0)
-    monkeypatch.setattr(xla, "TILES", tiles)
-    for actual, one in zip(gradients(), expected, strict=True):
-        assert_close(actual, one, gradient=True)
 
 
 def test_short_conv_ignores_what_padding_holds():
