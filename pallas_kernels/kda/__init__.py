@@ -77,15 +77,14 @@ def kda(
         initial_state = jnp.zeros((num_rows, num_runs, num_heads, key_dim, v.shape[-1]), dtype)
     elif num_segments is None:
         initial_state = initial_state[:, None]
-    q, k, v, log_decay, beta, initial_state = (
-        x.astype(dtype) for x in (q, k, v, log_decay, beta, initial_state)
-    )
+    initial_state = initial_state.astype(dtype)
     with jax.named_scope("kda"):
         if num_tokens == 0:
             output, final_state = v, initial_state
         elif chosen == "reference":
+            arrays = (x.astype(dtype) for x in (q, k, v, log_decay, beta))
             output, final_state = kda_reference(
-                q, k, v, log_decay, beta, scale=scale, initial_state=initial_state,
+                *arrays, scale=scale, initial_state=initial_state,
                 segment_ids=segment_ids, per_run=num_segments is not None,
             )  # fmt: skip
         else:

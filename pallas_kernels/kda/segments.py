@@ -17,7 +17,7 @@ def number_runs(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
         (run [B, T] int32, real [B, T] bool).
     """
-    num_rows, num_tokens = segment_ids.shape
+    num_tokens = segment_ids.shape[1]
     real = segment_ids != 0
     position = jnp.where(real, jnp.arange(num_tokens, dtype=jnp.int32), -1)
     last_real = jax.lax.cummax(position, axis=1)
@@ -41,32 +41,32 @@ def check_num_segments(segment_ids: jax.Array | None, num_segments: int | None) 
         )
 
 
-def align_runs(run, real, *, num_runs: int, chunk: int):
-    """Place each of the first `num_runs` runs of a row at the start of a chunk.
+def align_runs(run, real, *, num_runs: int, multiple: int):
+    """Place each of the first `num_runs` runs of a row at a multiple of `multiple`.
 
     Args:
-        run: [B, T] int32; real: [B, T] bool, as `number_runs` returns them.
-        num_runs, chunk: static. The aligned length is T + num_runs * (chunk - 1), rounded up.
+        run: [B, T] int32, as `number_runs` returns it.
+        real: [B, T] bool, likewise.
+        num_runs: static.
+        multiple: static. The aligned length M is T + num_runs * (multiple - 1), rounded up.
 
     Returns:
-        (place [B, T], the aligned position of each token, the aligned length for absent tokens and
-        those of later runs; token [B, aligned], the token at each position, T where there is none;
-        slot [B, aligned // chunk], the run whose state each chunk continues).
+        (place [B, T], the aligned position of each token, M for absent tokens and those of later
+        runs; token [B, M], the token at each position, T where there is none; slot
+        [B, M // multiple], the run that each stretch belongs to).
     """
     num_rows, num_tokens = run.shape
-    length = -(-(num_tokens + num_runs * (chunk - 1)) // chunk) * chunk
+    length = -(-(num_tokens + num_runs * (multiple - 1)) // multiple) * multiple
     known = real & (run < num_runs)
-    one_hot = (run[..., None] == jnp.arange(num_runs)) & known[..., None]  # [B, T, N]
-    chunks_per_run = -(-jnp.sum(one_hot, axis=1, dtype=jnp.int32) // chunk)  # [B, N]
-    ends = jnp.cumsum(chunks_per_run, axis=1)
-    starts = ends - chunks_per_run
-    rank = jnp.cumsum(one_hot, axis=1, dtype=jnp.int32) - 1
-    place = jnp.sum(jnp.where(one_hot, starts[:, None] * chunk + rank, 0), axis=-1)
+    member = (run[..., None] == jnp.arange(num_runs)) & known[..., None]  # [B, T, N]
+    ends = jnp.cumsum(-(-jnp.sum(member, axis=1, dtype=jnp.int32) // multiple), axis=1)  # [B, N]
+    starts = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    rank = jnp.cumsum(member, axis=1, dtype=jnp.int32) - 1
+    place = jnp.sum(jnp.where(member, starts[:, None] * multiple + rank, 0), axis=-1)
     place = jnp.where(known, place, length)
     tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), place.shape)
-    rows = jnp.arange(num_rows)[:, None]
     token = jnp.full((num_rows, length), num_tokens, jnp.int32)
-    token = token.at[rows, place].set(tokens, mode="drop")
-    chunks = jnp.arange(length // chunk)
-    slot = jnp.sum(chunks[None, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
+    token = token.at[jnp.arange(num_rows)[:, None], place].set(tokens, mode="drop")
+    stretch = jnp.arange(length // multiple)[None, :, None]
+    slot = jnp.sum(stretch >= ends[:, None, :], axis=-1, dtype=jnp.int32)
     return place, token, jnp.minimum(slot, num_runs - 1)

@@ -1,100 +1,67 @@
-"""KDA in chunks."""
-
-import functools
+"""KDA in chunks: runs of tokens are turned into marks or placed apart, then the groups run."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda.chunk import Runs
+from pallas_kernels.kda.groups import Layout, run_groups
+from pallas_kernels.kda.schedule import Schedule, choose_schedule
 from pallas_kernels.kda.segments import align_runs, number_runs
-from pallas_kernels.kda.tiles import scores
-from pallas_kernels.kda.triangular import invert_unit_lower
-
-_HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def _dot(spec, x, y):
-    return jnp.einsum(spec, x, y, precision=_HIGHEST)
-
-
-def _chunk(state, q, k, v, log_decay, beta, run, real, run_in, *, scale, leaf):
-    """One chunk; arrays [B, C, H, *], run/real [B, C] or None."""
-    if real is not None:
-        q, k, v, log_decay = (jnp.where(real[..., None, None], x, 0) for x in (q, k, v, log_decay))
-        beta = jnp.where(real[..., None], beta, 0)
-    q, k, v, log_decay = (jnp.moveaxis(x, 2, 1) for x in (q, k, v, log_decay))
-    beta = jnp.moveaxis(beta, 2, 1)[..., None]
-    size = q.shape[-2]
-    score, rows, keys, total = scores(scale * q, k, log_decay, leaf)
-    row, column = jnp.arange(size)[:, None], jnp.arange(size)
-    lower = row >= column
-    if run is not None:
-        lower = lower & (run[:, None, :, None] == run[:, None, None, :])
-        rows = rows * (run == run_in[:, None])[:, None, :, None]
-        keys = keys * (run == run[:, -1:])[:, None, :, None]
-        total = total * (run[:, -1:] == run_in[:, None])[:, :, None]
-    score_q = jnp.where(lower, score[0], 0)
-    score_k = jnp.where(lower & (row > column), score[1], 0)
-    inverse = invert_unit_lower(beta * score_k)
-    carried = _dot("xbhtk,bhkv->xbhtv", rows, state)
-    update = _dot("bhts,bhsv->bhtv", inverse, beta * (v - carried[1]))
-    output = carried[0] + _dot("bhts,bhsv->bhtv", score_q, update)
-    state = total[..., None] * state + _dot("bhtk,bhtv->bhkv", keys, update)
-    return state, jnp.moveaxis(output, 1, 2)
 
 
 def kda_xla(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids, per_run, log_decay_min):
-    num_rows, num_tokens = q.shape[:2]
-    chunk = 64
-    leaf = 16 if log_decay_min is not None and log_decay_min >= -5 else 1
-    run = real = slot = None
-    arrays = [q, k, v, log_decay, beta]
+    """Compute what `kda_reference` defines; the arguments are the same, in any float dtype.
+
+    Args:
+        q, k, log_decay: [B, T, H, K].
+        v: [B, T, H, V].
+        beta: [B, T, H].
+        scale, initial_state, segment_ids, per_run: as in `kda_reference`.
+        log_decay_min: promise on the decay, or None.
+
+    Returns:
+        (output [B, T, H, V] in v's dtype, final_state [B, N, H, K, V]).
+    """
+    num_tokens, num_runs = q.shape[1], initial_state.shape[1]
+    schedule = choose_schedule(num_tokens, log_decay_min)
+    arrays = (q, k, v, log_decay, beta)
     if segment_ids is None and per_run:
         segment_ids = jnp.ones(q.shape[:2], jnp.int32)
-    if segment_ids is not None:
-        run, real = number_runs(segment_ids)
-    if per_run:
-        place, token, slot = align_runs(run, real, num_runs=initial_state.shape[1], chunk=chunk)
-        arrays = [_take(x, token) for x in arrays]
-        known = real & (run < initial_state.shape[1])
-        missing = real & ~known
-        run = real = None
-    length = arrays[0].shape[1]
-    padded = -(-length // chunk) * chunk
-    pad = padded - length
-
-    def split(x):
-        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(num_rows, -1, chunk, *x.shape[2:]), 1, 0)
-
-    arrays = [split(x) for x in arrays]
-    run_in = None
-    if run is not None:
-        run = jnp.pad(run, ((0, 0), (0, pad)), mode="edge")
-        real = split(real)
-        run = jnp.moveaxis(run.reshape(num_rows, -1, chunk), 1, 0)
-        run_in = jnp.concatenate([jnp.zeros_like(run[:1, :, 0]), run[:-1, :, -1]])
-    if slot is not None:
-        slot = slot.T
-    rows = jnp.arange(num_rows)
-
-    @jax.checkpoint
-    def step(states, inputs):
-        *arrays, run, real, run_in, slot = inputs
-        state = states[:, 0] if slot is None else states[rows, slot]
-        state, output = _chunk(state, *arrays, run, real, run_in, scale=scale, leaf=leaf)
-        states = state[:, None] if slot is None else states.at[rows, slot].set(state)
-        return states, output
-
-    states, output = jax.lax.scan(step, initial_state, (*arrays, run, real, run_in, slot))
-    output = jnp.moveaxis(output, 0, 1).reshape(num_rows, padded, *v.shape[2:])[:, :length]
-    if per_run:
-        output = _take(output, place)
-        output = jnp.where(missing[..., None, None], jnp.nan, output)
-    elif segment_ids is not None:
-        output = jnp.where((segment_ids != 0)[..., None, None], output, 0)
-    return output, states
+    if segment_ids is None:
+        arrays = tuple(_pad(x, schedule.group_tokens) for x in arrays)
+        output, final_state = run_groups(arrays, initial_state, Layout(), scale, schedule)
+        return output[:, :num_tokens], final_state
+    run, real = number_runs(segment_ids)
+    if not per_run:
+        layout = _mark_runs(run, real, schedule)
+        arrays = tuple(_pad(x, schedule.group_tokens) for x in arrays)
+        output, final_state = run_groups(arrays, initial_state, layout, scale, schedule)
+        return output[:, :num_tokens], final_state
+    place, token, slot = align_runs(run, real, num_runs=num_runs, multiple=schedule.group_tokens)
+    arrays = tuple(_take(x, token) for x in arrays)
+    output, final_state = run_groups(arrays, initial_state, Layout(slot=slot), scale, schedule)
+    output = _take(output, place)
+    excess = real & (run >= num_runs)
+    return jnp.where(excess[..., None, None], jnp.nan, output), final_state
 
 
-def _take(x, index):
+def _pad(x: jax.Array, multiple: int, **kwargs) -> jax.Array:
+    """Pad tokens [B, T, ...] at the end: zeros are neutral, they leave the state as it is."""
+    missing = -x.shape[1] % multiple
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2), **kwargs)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Take tokens [B, T, ...] by position [B, M]; positions past the end give zeros."""
     rows = jnp.arange(x.shape[0])[:, None]
     return x.at[rows, index].get(mode="fill", fill_value=0)
+
+
+def _mark_runs(run: jax.Array, real: jax.Array, schedule: Schedule) -> Layout:
+    """Pad run numbers to whole groups and mark the tokens connected to their chunk's ends."""
+    run = _pad(run, schedule.group_tokens, mode="edge")
+    by_chunk = run.reshape(run.shape[0], -1, schedule.chunk)
+    last = by_chunk[..., -1:]
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the row starts in run 0
+    runs = Runs(run, (by_chunk == before).reshape(run.shape), (by_chunk == last).reshape(run.shape))
+    return Layout(real=_pad(real, schedule.group_tokens), runs=runs)

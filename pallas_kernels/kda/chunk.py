@@ -1,0 +1,154 @@
+"""One chunk of the recurrence as matrix products, and its gradient written out.
+
+With `rows` the keys and the scaled queries of the chunk, `keys` = beta k, all decayed as stated::
+
+    carried    = rows(from chunk start) S                           [2C, V]
+    score      = rows keys^T, decayed from s to t: k strictly below the diagonal, q also on it
+    correction = (I + score_k)^-1 (v - carried_k)                   [C, V]
+    output     = carried_q + score_q correction
+    S'         = diag(total decay) S + keys(to chunk end)^T correction
+
+so that beta and the decay appear in `keys` and `rows` only. A gradient with respect to the log
+decay needs no product of its own: an array that enters multiplied by `exp(G_t)` adds (array *
+gradient) to that of `G_t`, one multiplied by `exp(-G_s)` subtracts it, and what leaves with the
+state adds `sum_v S' dS'` to every token of the chunk.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kda.decay import Decay, bounded_decay, lower_triangle_product, unbounded_decay
+from pallas_kernels.kda.triangular import invert_unit_lower
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Tokens(NamedTuple):
+    """The tokens of one chunk, heads first, in the dtype of the computation."""
+
+    q: jax.Array  # [B, H, C, K], scaled
+    k: jax.Array  # [B, H, C, K]
+    v: jax.Array  # [B, H, C, V]
+    log_decay: jax.Array  # [B, H, C, K]
+    beta: jax.Array  # [B, H, C]
+
+
+class Runs(NamedTuple):
+    """Where runs of tokens begin and end inside the chunk; all [B, C]."""
+
+    run: jax.Array  # int32, number of the run
+    from_start: jax.Array  # bool, the token continues the run that the chunk starts in
+    to_end: jax.Array  # bool, the token is of the run that the chunk ends in
+
+
+class Residuals(NamedTuple):
+    """What the backward pass of the chunk reuses of its forward pass."""
+
+    tokens: Tokens
+    state: jax.Array
+    new_state: jax.Array
+    decay: Decay
+    masks: list
+    correction: jax.Array
+    inverse: jax.Array
+    score_q: jax.Array
+
+
+def _dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, y, precision=_HIGHEST)
+
+
+def _rows(tokens: Tokens, factor: jax.Array) -> jax.Array:
+    """Keys, then queries, times the factor: [B, H, 2C, K], for one product instead of two."""
+    return jnp.concatenate([tokens.k * factor, tokens.q * factor], axis=-2)
+
+
+def _decay(log_decay: jax.Array, runs: Runs | None, bounded: bool) -> tuple[Decay, list]:
+    """Return the decay factors, cut where a run ends, and the mask [..., 2C, C] of each level."""
+    decay = (bounded_decay if bounded else unbounded_decay)(log_decay)
+    strict = np.tri(log_decay.shape[-2], k=-1, dtype=bool)
+    masks = [np.concatenate([mask & strict, mask]) for _, _, mask in decay.levels]
+    if runs is None:
+        return decay, masks
+    same = runs.run[:, None, :, None] == runs.run[:, None, None, :]  # [B, 1, C, C]
+    same = jnp.concatenate([same, same], axis=-2)
+    from_start, to_end = (x[:, None, :, None] for x in (runs.from_start, runs.to_end))
+    decay = decay._replace(
+        from_start=jnp.where(from_start, decay.from_start, 0),
+        to_end=jnp.where(to_end, decay.to_end, 0),
+        total=jnp.where(from_start[..., -1, :], decay.total, 0),
+    )
+    return decay, [mask & same for mask in masks]
+
+
+def chunk_forward(
+    state: jax.Array, tokens: Tokens, runs: Runs | None, *, bounded: bool
+) -> tuple[jax.Array, jax.Array, Residuals]:
+    """Return (output [B, H, C, V], new state [B, H, K, V], residuals)."""
+    size = tokens.k.shape[-2]
+    keys = tokens.beta[..., None] * tokens.k
+    decay, masks = _decay(tokens.log_decay, runs, bounded)
+    score = 0
+    for (row_factor, key_factor, _), mask in zip(decay.levels, masks, strict=True):
+        level = _dot("bhtk,bhsk->bhts", _rows(tokens, row_factor), keys * key_factor)
+        # The other half of the level may be infinite where a promise on the decay is exhausted.
+        score = score + jnp.where(mask, level, 0)
+    inverse, score_q = invert_unit_lower(score[..., :size, :]), score[..., size:, :]
+    carried = _dot("bhtk,bhkv->bhtv", _rows(tokens, decay.from_start), state)
+    correction = _dot("bhts,bhsv->bhtv", inverse, tokens.v - carried[..., :size, :])
+    output = carried[..., size:, :] + _dot("bhts,bhsv->bhtv", score_q, correction)
+    update = _dot("bhtk,bhtv->bhkv", keys * decay.to_end, correction)
+    new_state = decay.total[..., None] * state + update
+    residuals = Residuals(
+        tokens, state, new_state, decay, masks, correction, inverse, score_q
+    )  # fmt: skip
+    return output, new_state, residuals
+
+
+def chunk_backward(
+    residuals: Residuals, d_output: jax.Array, d_new_state: jax.Array
+) -> tuple[Tokens, jax.Array]:
+    """Return the gradients of the tokens and of the state that enters the chunk.
+
+    Args:
+        residuals: as `chunk_forward` returns them.
+        d_output: [B, H, C, V].
+        d_new_state: [B, H, K, V].
+    """
+    tokens, state, new_state, decay, masks, correction, inverse, score_q = residuals
+    size = tokens.k.shape[-2]
+    keys = tokens.beta[..., None] * tokens.k
+    d_correction = _dot("bhts,bhtv->bhsv", score_q, d_output)
+    d_correction += _dot("bhtk,bhkv->bhtv", keys * decay.to_end, d_new_state)
+    d_v = _dot("bhts,bhtv->bhsv", inverse, d_correction)
+    d_carried = jnp.concatenate([-d_v, d_output], axis=-2)
+    d_state = decay.total[..., None] * d_new_state
+    d_state += _dot("bhtk,bhtv->bhkv", _rows(tokens, decay.from_start), d_carried)
+    d_score = _dot("bhtv,bhsv->bhts", d_carried, correction)
+
+    d_rows = _twice(decay.from_start) * _dot("bhtv,bhkv->bhtk", d_carried, state)
+    d_keys = decay.to_end * _dot("bhtv,bhkv->bhtk", correction, d_new_state)
+    for (row_factor, key_factor, _), mask in zip(decay.levels, masks, strict=True):
+        level = jnp.where(mask, d_score, 0)
+        d_rows += _twice(row_factor) * _dot("bhts,bhsk->bhtk", level, keys * key_factor)
+        d_keys += key_factor * _dot("bhts,bhtk->bhsk", level, _rows(tokens, row_factor))
+
+    d_k, d_q = d_rows[..., :size, :], d_rows[..., size:, :]
+    d_running = tokens.k * d_k + tokens.q * d_q - keys * d_keys
+    d_log_decay = lower_triangle_product(d_running, reverse=True)
+    d_log_decay += _dot("bhkv,bhkv->bhk", new_state, d_new_state)[..., None, :]
+    d_tokens = Tokens(
+        q=d_q,
+        k=d_k + tokens.beta[..., None] * d_keys,
+        v=d_v,
+        log_decay=d_log_decay,
+        beta=_dot("bhtk,bhtk->bht", tokens.k, d_keys),
+    )
+    return d_tokens, d_state
+
+
+def _twice(factor: jax.Array) -> jax.Array:
+    return jnp.concatenate([factor, factor], axis=-2)

@@ -1,0 +1,96 @@
+"""Decay factors inside one tile of tokens, none of which can overflow or lose a difference.
+
+With `G` the running sum of the log decay, the score of token t on an earlier token s of the same
+tile is `sum_c x_tc exp(G_tc - G_sc) k_sc`. To be a matrix product the exponential must be split
+into a factor of t and a factor of s. A split is a *level*: `(row_factor, key_factor, mask)`, and the
+score is the sum over levels of `mask * ((x row_factor) (k key_factor)^T)`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Decay(NamedTuple):
+    """Decay factors of one tile; arrays [..., C, K]."""
+
+    levels: list  # of (row_factor, key_factor, mask [C, C] bool)
+    from_start: jax.Array  # from the start of the tile up to and including the token
+    to_end: jax.Array  # after the token to the end of the tile
+    total: jax.Array  # [..., K], over the whole tile
+
+
+def bounded_decay(log_decay: jax.Array) -> Decay:
+    """Split at the middle row: one level, exponents up to (C / 2) * max(-log_decay) on both sides.
+
+    Half the range on either side stays within float32 for C = 16 down to a log decay of -5 (e^40),
+    where a split at the first row would reach e^80 and overflow in the product.
+
+    Args:
+        log_decay: [..., C, K].
+    """
+    size = log_decay.shape[-2]
+    # A product with a triangle of ones: faster than a cumulative sum over few rows.
+    running = lower_triangle_product(log_decay)
+    middle, last = running[..., size // 2 : size // 2 + 1, :], running[..., -1:, :]
+    row_factor = jnp.exp(running - middle)
+    key_factor = 1 / row_factor
+    to_middle, after_middle = jnp.exp(middle), jnp.exp(last - middle)
+    return Decay(
+        levels=[(row_factor, key_factor, np.tril(np.ones((size, size), bool)))],
+        from_start=row_factor * to_middle,
+        to_end=key_factor * after_middle,
+        total=(to_middle * after_middle)[..., 0, :],
+    )
+
+
+def unbounded_decay(log_decay: jax.Array) -> Decay:
+    """Split at the borders of blocks that double in size: right for any decay, -inf included.
+
+    Blocks of b rows come in pairs. A row of the later block carries the decay from the border of
+    its pair to itself, a row of the earlier block the decay from itself to the border; each row
+    needs one of the two. All factors are products of decays between two tokens: at most 1, and
+    exact where they underflow. Pairs of blocks of 1, 2, 4, ... rows cover every t > s once.
+
+    Args:
+        log_decay: [..., C, K], C a power of two.
+    """
+    *lead, size, key_dim = log_decay.shape
+    index = np.arange(size)
+    decay = jnp.exp(log_decay)
+    one = jnp.ones_like(decay)
+    levels = [(one, one, np.eye(size, dtype=bool))]
+    # Within blocks of `block` rows: decay from the block's start to each row, after each row to the
+    # block's end, and over the block.
+    from_start, to_end, total = decay, one, decay
+    block = 1
+    while block < size:
+
+        def pairs(x, rows):
+            return jnp.reshape(x, (*lead, size // (2 * block), 2, rows, key_dim))
+
+        (start_early, start_late), (end_early, end_late), (total_early, total_late) = (
+            (pairs(x, rows)[..., 0, :, :], pairs(x, rows)[..., 1, :, :])
+            for x, rows in ((from_start, block), (to_end, block), (total, 1))
+        )
+        factor = jnp.stack([end_early, start_late], axis=-3).reshape(log_decay.shape)
+        later = (index // block) % 2 == 1
+        mask = later[:, None] & (index[None] // block == index[:, None] // block - 1)
+        levels.append((factor, factor, mask))
+        from_start = jnp.stack([start_early, start_late * total_early], axis=-3)
+        to_end = jnp.stack([end_early * total_late, end_late], axis=-3)
+        total = total_early * total_late
+        block *= 2
+    shape = log_decay.shape
+    return Decay(levels, from_start.reshape(shape), to_end.reshape(shape), total[..., 0, 0, :])
+
+
+def lower_triangle_product(x: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Sum [..., C, K] over the rows up to each row; from each row on when `reverse`."""
+    size = x.shape[-2]
+    triangle = np.tril(np.ones((size, size)))
+    triangle = jnp.asarray(triangle.T if reverse else triangle, x.dtype)
+    triangle = jnp.broadcast_to(triangle, (*x.shape[:-2], size, size))
+    return jnp.matmul(triangle, x, precision=jax.lax.Precision.HIGHEST)
