@@ -46,7 +46,8 @@ class AxisRules:
             for axis in axes:
                 if axis in used:
                     raise ValueError(
-                        f"mesh axis {axis!r} is claimed by both {used[axis]!r} and {name!r} in {names}"
+                        f"mesh axis {axis!r} is claimed by both {used[axis]!r} and {name!r} "
+                        f"in {names}"
                     )
                 used[axis] = str(name)
             entries.append(axes or None)

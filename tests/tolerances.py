@@ -29,6 +29,8 @@ def assert_close(actual, expected, dtype="float32", *, gradient=False, name=""):
     assert actual.shape == expected.shape, f"{name} shape {actual.shape} != {expected.shape}"
     assert np.isfinite(actual).all(), f"{name} has {np.sum(~np.isfinite(actual))} non-finite values"
     bound = TOLERANCE[np.dtype(dtype).name if dtype != "bfloat16" else dtype]
-    bound *= (GRADIENT_FACTOR if gradient else 1.0) * max(np.max(np.abs(expected), initial=0.0), 1e-30)
+    bound *= (GRADIENT_FACTOR if gradient else 1.0) * max(
+        np.max(np.abs(expected), initial=0.0), 1e-30
+    )
     error = np.max(np.abs(actual - expected), initial=0.0)
     assert error <= bound, f"{name} max error {error:.3e} exceeds {bound:.3e}"

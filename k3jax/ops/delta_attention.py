@@ -16,7 +16,7 @@ def short_conv(
     segment_ids: jax.Array | None = None,  # [B, T]
     initial_state: jax.Array | None = None,  # [B, W-1, H, K]
 ) -> tuple[jax.Array, jax.Array]:
-    """silu of the causal depthwise convolution; see `pallas_kernels.short_conv`."""
+    """Silu of the causal depthwise convolution; see `pallas_kernels.short_conv`."""
     batch, _, heads, _ = meshes.spec_of(x)
     specs = (
         P(batch, None, heads, None),
@@ -57,9 +57,7 @@ def delta_attention(
     state = P(batch, heads, None, None)
 
     def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids):
-        log_decay = pallas_kernels.kda_gate(
-            decay_logits, A_log, dt_bias, lower_bound=lower_bound
-        )
+        log_decay = pallas_kernels.kda_gate(decay_logits, A_log, dt_bias, lower_bound=lower_bound)
         return pallas_kernels.kda(
             l2_normalize(q).astype(q.dtype),
             l2_normalize(k).astype(k.dtype),
@@ -99,9 +97,7 @@ def delta_attention_step(
     state_spec = P(batch, heads, None, None)
 
     def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, state):
-        log_decay = pallas_kernels.kda_gate(
-            decay_logits, A_log, dt_bias, lower_bound=lower_bound
-        )
+        log_decay = pallas_kernels.kda_gate(decay_logits, A_log, dt_bias, lower_bound=lower_bound)
         output, state = pallas_kernels.kda_decode(
             l2_normalize(q[:, 0]),
             l2_normalize(k[:, 0]),

@@ -8,7 +8,7 @@ import meshes
 from k3jax.precision import matmul_precision
 
 
-def dense(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def dense(equation: str, x: jax.Array, w: jax.Array, *, dtype=None) -> jax.Array:
     """Einsum of an activation with a weight, in the activation's dtype.
 
     The result's sharding follows from the operands: an output letter found in `x` keeps x's axes,
@@ -18,6 +18,7 @@ def dense(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
         equation: two-operand einsum, activation first, for example "btd,dhk->bthk".
         x: activation. float32 is multiplied at full precision on every backend.
         w: weight, cast to `x.dtype`.
+        dtype: type of the result (and of the accumulation) when it is not `x.dtype`.
     """
     sharding = _output_spec(equation, x, w) if meshes.has_mesh() else None
     return jnp.einsum(
@@ -25,6 +26,7 @@ def dense(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
         x,
         w.astype(x.dtype),
         precision=matmul_precision(x.dtype),
+        preferred_element_type=dtype,
         out_sharding=sharding,
     )
 

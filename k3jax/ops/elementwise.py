@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """w * cast(x / sqrt(mean(x^2) + eps)) over the last dimension (SEMANTICS 3.1).
+    """W * cast(x / sqrt(mean(x^2) + eps)) over the last dimension (SEMANTICS 3.1).
 
     The cast to `x.dtype` comes before the multiplication by the weight, as released.
     """
@@ -15,13 +15,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """x / sqrt(sum(x^2) + eps) over the last dimension, result in float32."""
+    """X / sqrt(sum(x^2) + eps) over the last dimension, result in float32."""
     x32 = x.astype(jnp.float32)
     return x32 * jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + eps)
 
 
 def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * w * sigmoid(gate), float32 throughout, result in gate's dtype."""
+    """X / sqrt(mean(x^2) + eps) * w * sigmoid(gate), float32 throughout, result in gate's dtype."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     gated = normed * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -32,7 +32,8 @@ def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float | None)
     """SiTU-GLU: b1 tanh(a / b1) sigmoid(a) * b2 tanh(b / b2) (SEMANTICS 3.8).
 
     Args:
-        gate, up: a and b, same shape.
+        gate: a, any shape.
+        up: b, same shape.
         beta: b1.
         linear_beta: b2; None leaves b as it is.
     """

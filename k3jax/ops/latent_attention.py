@@ -28,9 +28,7 @@ def latent_attention(
     scale = q.shape[-1] ** -0.5
 
     def run(q, k_nope, k_rope, v, segment_ids, kv_segment_ids, q_offset):
-        shared = jnp.broadcast_to(
-            k_rope[:, :, None, :], (*k_nope.shape[:3], k_rope.shape[-1])
-        )
+        shared = jnp.broadcast_to(k_rope[:, :, None, :], (*k_nope.shape[:3], k_rope.shape[-1]))
         return pallas_kernels.mla_attention(
             q,
             jnp.concatenate([k_nope, shared], axis=-1),

@@ -1,0 +1,106 @@
+"""Sampling text from a model."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.errors import UserError
+from k3jax.infer.cached import check_token_ids, decode_arrays, prefill
+from k3jax.model.k3 import K3
+
+
+def generate(
+    model: K3,
+    tokens: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    key: jax.Array | None = None,
+    stop_ids: Sequence[int] = (),
+) -> jax.Array:
+    """Continue prompts.
+
+    Args:
+        model: the model.
+        tokens: prompts [B, T] int32, left-padded when lengths differ.
+        segment_ids: [B, T] int32, 0 = padding.
+        max_new_tokens: tokens to add to each row.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        top_p: sample from the smallest set of tokens whose probabilities sum to at least this.
+        key: random key; default `jax.random.key(0)`, so equal calls give equal text.
+        stop_ids: a row ends after the first of these it samples.
+
+    Returns:
+        New tokens [B, max_new_tokens] int32; after a stop id a row holds the configuration's pad
+        id (0 when it has none).
+
+    Raises:
+        UserError: an argument out of range, named.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if not temperature >= 0:
+        raise UserError(f"temperature={temperature} must be 0 (greedy) or above")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p={top_p} must lie in (0, 1]")
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise UserError(f"tokens must be prompts [B, T] with T >= 1, got shape {tokens.shape}")
+    stop = jnp.asarray(list(stop_ids), jnp.int32).reshape(-1)
+    check_token_ids(stop, model.cfg.vocab_size)
+    key = jax.random.key(0) if key is None else key
+    logits, caches = prefill(
+        model, tokens, segment_ids, max_length=tokens.shape[1] + max_new_tokens, last_only=True
+    )
+    return _continue(
+        model,
+        logits,
+        caches,
+        key,
+        jnp.float32(temperature),
+        jnp.float32(top_p),
+        stop,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
+    """One token per row of logits [B, W]; see `generate`."""
+    greedy = jnp.argmax(logits, axis=-1)
+    scaled = logits / jnp.maximum(temperature, 1e-6)
+    order = jnp.argsort(-scaled, axis=-1)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    # Keep a token while the mass before it is below top_p; the best one always stays.
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = jnp.where(before < top_p, ranked, -jnp.inf)
+    choice = jax.random.categorical(key, kept, axis=-1)
+    sampled = jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
+    return jnp.where(temperature > 0, sampled, greedy).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("max_new_tokens",), donate_argnames=("caches",))
+def _continue(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
+    batch = logits.shape[0]
+    pad = model.cfg.pad_id or 0
+    out = jnp.full((batch, max_new_tokens), pad, jnp.int32)
+
+    def unfinished(state):
+        step, _, _, _, done = state
+        return (step < max_new_tokens) & ~done.all()
+
+    def advance(state):
+        step, logits, caches, out, done = state
+        token = sample(logits, jax.random.fold_in(key, step), temperature, top_p)
+        out = out.at[:, step].set(jnp.where(done, pad, token))
+        done = done | (token[:, None] == stop[None, :]).any(-1)
+        # The last token needs no further logits, but a branch would cost more than it saves.
+        logits, caches = decode_arrays(model, token, caches)
+        return step + 1, logits, caches, out, done
+
+    state = (0, logits, caches, out, jnp.zeros((batch,), jnp.bool_))
+    return jax.lax.while_loop(unfinished, advance, state)[3]

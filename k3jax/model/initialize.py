@@ -1,0 +1,70 @@
+"""A freshly initialised model."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.config import K3Config
+from k3jax.model.k3 import K3
+from k3jax.nn.parameters import RouterBias, cast_parameters
+
+# Elements drawn at once: bounds the extra memory, 256 MiB, while small models need one draw.
+GROUP_ELEMENTS = 1 << 26
+
+
+def init(cfg: K3Config, key: jax.Array, *, dtype=jnp.float32) -> K3:
+    """A freshly initialised model (TRAINING 5).
+
+    Args:
+        cfg: the model, for example `K3Config.tiny()`.
+        key: `jax.random.key(seed)`.
+        dtype: type of the parameters; those the release stores in float32 stay float32.
+
+    Example:
+        model = k3jax.init(K3Config.tiny(), jax.random.key(0))
+        logits = jax.jit(lambda m, t: m(t))(model, tokens)
+    """
+    return _init(key, cfg=cfg, dtype=jnp.dtype(dtype))
+
+
+def abstract_model(cfg: K3Config) -> K3:
+    """The model with shapes and dtypes in place of arrays; any size in a second or two."""
+    return jax.eval_shape(lambda key: K3(cfg, key), jax.random.key(0))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
+def _init(key, *, cfg, dtype):
+    abstract = abstract_model(cfg)
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    variables, treedef = jax.tree.flatten(abstract, is_leaf=is_variable)
+    values = []
+    for number, group in enumerate(_groups(variables)):
+        z = jax.random.normal(jax.random.fold_in(key, number), (sum(v.size for v in group),))
+        offset = 0
+        for variable in group:
+            own = z[offset : offset + variable.size].reshape(variable.shape)
+            offset += variable.size
+            values.append(variable.replace(_start_value(variable, own)))
+    return cast_parameters(jax.tree.unflatten(treedef, values), dtype)
+
+
+def _start_value(variable: nnx.Variable, z: jax.Array) -> jax.Array:
+    if isinstance(variable, RouterBias):
+        return jnp.zeros_like(z)
+    return variable.get_metadata()["init"](z)
+
+
+def _groups(variables: list[nnx.Variable]) -> Iterator[list[nnx.Variable]]:
+    """Consecutive variables, as many as fit into one draw."""
+    group, size = [], 0
+    for variable in variables:
+        if group and size + variable.size > GROUP_ELEMENTS:
+            yield group
+            group, size = [], 0
+        group.append(variable)
+        size += variable.size
+    if group:
+        yield group

@@ -1,0 +1,176 @@
+"""The model a user holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.config import K3Config
+from k3jax.model import debug
+from k3jax.model.caches import Caches
+from k3jax.model.language import LanguageModel
+from k3jax.model.layout import plan_segments
+from k3jax.model.stack import Remat
+from k3jax.nn.balancing import RouterStatistics
+from k3jax.nn.cache import CallContext
+
+
+class K3(nnx.Module):
+    """A Kimi K3 or Kimi-Linear model: a pytree of parameters with a pure `__call__`."""
+
+    def __init__(self, cfg: K3Config, key: jax.Array):
+        self.cfg = cfg
+        self.language = LanguageModel(cfg, key)
+
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Logits [B, T, W] float32 of tokens [B, T] int32.
+
+        Args:
+            tokens: ids in 0..W-1; an id outside gives NaN logits in its row from there on.
+            segment_ids: [B, T] int32; equal non-zero ids next to each other are one document,
+                0 is padding (outputs there are unspecified). None: each row is one document.
+        """
+        return self.forward(tokens, segment_ids)[0]
+
+    def forward(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        caches: Caches | None = None,
+        statistics: bool = False,
+        remat: Remat = "none",
+        scan: bool = True,
+    ) -> tuple[jax.Array, Caches | None, RouterStatistics | None]:
+        """The full pass behind training and prefill.
+
+        Args:
+            tokens: [B, T] int32.
+            segment_ids: [B, T] int32, see `__call__`; with caches a row is one document.
+            caches: continue from these (see `k3jax.prefill`).
+            statistics: also return `RouterStatistics`, for `balance_routers`.
+            remat: what the backward pass recomputes: "none", "dots" (all but matrix products)
+                or "full".
+            scan: False writes repeated layers out, for debugging.
+
+        Returns:
+            logits [B, T, W] float32; caches after these tokens, or None; statistics, or None when
+            not asked for or when the model has no experts.
+        """
+        hidden, caches, collected, _, poison = self.run(
+            tokens, segment_ids, caches, statistics=statistics, remat=remat, scan=scan
+        )
+        logits = self.logits(hidden, poison)
+        return logits, caches, self._statistics(collected, tokens, segment_ids)
+
+    def run(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None,
+        caches: Caches | None,
+        *,
+        decode: bool = False,
+        statistics: bool = False,
+        trace: bool = False,
+        remat: Remat = "none",
+        scan: bool = True,
+    ):
+        """Everything up to the final hidden state.
+
+        Returns:
+            hidden [B, T, D]; new caches; collected arrays per segment; the final depth mixture;
+            and [B] bool rows whose logits must be NaN (None without caches).
+        """
+        inside = (tokens >= 0) & (tokens < self.cfg.vocab_size)
+        debug.check(
+            inside.all(),
+            f"a token id lies outside 0..{self.cfg.vocab_size - 1}",
+        )
+        context = CallContext(
+            segment_ids=segment_ids, decode=decode, statistics=statistics, trace=trace
+        )
+        layers, poison = None, None
+        if caches is not None:
+            context, valid, poison = _enter(context, caches, tokens)
+            layers = caches.layers
+        x = self.language.embed(tokens)
+        hidden, layers, collected, mixture = self.language.hidden(
+            x, layers, context, remat=remat, scan=scan
+        )
+        if caches is not None:
+            length = jnp.where(context.fits, context.length + tokens.shape[1], context.length)
+            caches = Caches(layers, valid, length)
+        return hidden, caches, collected, mixture, poison
+
+    def logits(self, hidden: jax.Array, poison: jax.Array | None = None) -> jax.Array:
+        """Logits [B, T, W] float32 of hidden [B, T, D]; NaN in rows where poison [B] holds."""
+        logits = self.language.logits(hidden)
+        if poison is None:
+            return logits
+        return jnp.where(poison[:, None, None], jnp.nan, logits)
+
+    def _statistics(self, collected, tokens, segment_ids) -> RouterStatistics | None:
+        counts = stack_collected(collected, "expert_counts")
+        if counts is None:
+            return None
+        num_tokens = jnp.int32(tokens.size)
+        if segment_ids is not None:
+            num_tokens = (segment_ids > 0).sum(dtype=jnp.int32)
+        return RouterStatistics(counts, stack_collected(collected, "histogram"), num_tokens)
+
+    def router_bias_rows(self) -> dict[str, np.ndarray]:
+        """Variable name of each router bias -> its MoE layer numbers (the rows of statistics)."""
+        rows, next_row = {}, 0
+        for index, segment in enumerate(plan_segments(self.cfg.layer_kinds)):
+            moe = [j for j, kind in enumerate(segment.unit) if kind.feed_forward == "moe"]
+            grid = next_row + np.arange(segment.repeats * len(moe))
+            for column, position in enumerate(moe):
+                name = f"language.stack.segments.{index}.layers.{position}.feed_forward.router_bias"
+                own = grid.reshape(segment.repeats, -1)[:, column]
+                rows[name] = own if segment.repeats > 1 else own[0]
+            next_row += grid.size
+        return rows
+
+
+def _enter(context: CallContext, caches: Caches, tokens: jax.Array):
+    """Place this call's tokens behind the cached ones."""
+    batch, num_tokens = tokens.shape
+    ids = context.segment_ids
+    real = jnp.ones((batch, num_tokens), jnp.int32)
+    several = jnp.zeros((batch,), jnp.bool_)
+    if ids is not None:
+        real = (ids > 0).astype(jnp.int32)
+        smallest = jnp.where(ids > 0, ids, jnp.iinfo(ids.dtype).max).min(-1)
+        several = (ids.max(-1) > 0) & (smallest != ids.max(-1))
+    fits = caches.length + num_tokens <= caches.capacity
+    debug.check(fits, f"{num_tokens} more tokens do not fit a cache of {caches.capacity} columns")
+    debug.check(~several.any(), "a row with a cache holds more than one segment")
+    column = jnp.arange(caches.capacity)[None, :] - caches.length
+    here = (column >= 0) & (column < num_tokens) & fits
+    added = jnp.take_along_axis(real, jnp.clip(column, 0, num_tokens - 1), axis=1) > 0
+    valid = jnp.where(here, added, caches.valid)
+    context = CallContext(
+        segment_ids=None if ids is None else real,
+        kv_segment_ids=valid.astype(jnp.int32),
+        length=caches.length,
+        fits=fits,
+        decode=context.decode,
+        statistics=context.statistics,
+        trace=context.trace,
+    )
+    return context, valid, several | ~fits
+
+
+def stack_collected(collected, key: str) -> jax.Array | None:
+    """Arrays gathered per segment and unit position -> one array with layers in depth order.
+
+    Every found array has a leading dimension over its segment's repeats; repeats and positions
+    interleave, since depth runs through a unit before the next repeat.
+    """
+    parts = []
+    for unit in collected:
+        found = [position[key] for position in unit if key in position]
+        if found:
+            stacked = jnp.stack(found, axis=1)
+            parts.append(stacked.reshape(-1, *stacked.shape[2:]))
+    return jnp.concatenate(parts) if parts else None

@@ -1,0 +1,195 @@
+"""The decoder layers: stacked by repeating unit, run by scans."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.config import K3Config
+from k3jax.model.layout import Segment, blocks_before, plan_segments, starts_block
+from k3jax.model.write_once import scan_write_once
+from k3jax.nn.cache import CallContext
+from k3jax.nn.decoder import DecoderLayer, Stream
+
+Remat = Literal["none", "dots", "full"]
+REMAT = ("none", "dots", "full")
+
+
+class StackSegment(nnx.Module):
+    """The layers of one unit; with repeats, every array has a leading dimension over them."""
+
+    def __init__(self, cfg: K3Config, segment: Segment, keys: jax.Array):
+        self.layers = nnx.List(
+            [DecoderLayer(cfg, kind, keys[position]) for position, kind in enumerate(segment.unit)]
+        )
+
+
+class LayerStack(nnx.Module):
+    """All decoder layers of a model."""
+
+    def __init__(self, cfg: K3Config, key: jax.Array):
+        self.cfg = cfg
+        keys = jax.random.split(key, cfg.num_layers)
+        segments = []
+        for segment in plan_segments(cfg.layer_kinds):
+            own = keys[segment.start : segment.start + segment.num_layers]
+            if segment.repeats == 1:
+                segments.append(StackSegment(cfg, segment, own))
+            else:
+                own = own.reshape(segment.repeats, len(segment.unit))
+                build = jax.vmap(lambda unit_keys, s=segment: StackSegment(cfg, s, unit_keys))
+                segments.append(build(own))
+        self.segments = nnx.List(segments)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        caches: tuple | None,
+        context: CallContext,
+        *,
+        remat: Remat = "none",
+        scan: bool = True,
+    ) -> tuple[Stream, tuple | None, list[tuple[dict, ...]]]:
+        """Run every layer.
+
+        Args:
+            x: token embeddings.
+            caches: per segment a tuple over unit positions, stacked over repeats; or None.
+            context: what the call shares.
+            remat: "none" keeps all intermediates for the backward pass, "dots" the results of
+                matrix products, "full" only the residual stream between units (the bank once).
+            scan: False writes every repetition out, for debugging.
+
+        Returns:
+            The stream after the last layer, new caches in the given structure, and per segment a
+            tuple over unit positions of collected arrays with a leading dimension over repeats.
+        """
+        if remat not in REMAT:
+            raise ValueError(f"remat={remat!r} must be one of {REMAT}")
+        bank = jnp.zeros_like(jnp.broadcast_to(x[None], (self.cfg.num_blocks, *x.shape)))
+        stream = Stream(x, bank, 0)
+        new_caches, collected = [], []
+        for index, segment in enumerate(plan_segments(self.cfg.layer_kinds)):
+            module = self.segments[index]
+            cache = None if caches is None else caches[index]
+            if segment.repeats == 1:
+                run = _run_written_out
+            else:
+                run = _run_scanned if scan else _run_unrolled
+            stream, cache, found = run(self.cfg, segment, module, stream, cache, context, remat)
+            # After a scan the number of blocks is known again, without reading it.
+            after = segment.start + segment.num_layers
+            stream = stream._replace(count=blocks_before(self.cfg, after))
+            new_caches.append(cache)
+            collected.append(found)
+        return stream, None if caches is None else tuple(new_caches), collected
+
+
+def _checkpointed(function, remat: Remat):
+    if remat == "none":
+        return function
+    policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
+    return jax.checkpoint(function, policy=policy)
+
+
+def _call_layer(cfg: K3Config, index: int, context: CallContext, remat: Remat):
+    """One layer at a known depth, as a function of arrays only."""
+    count, starts = blocks_before(cfg, index), starts_block(cfg, index)
+
+    def call(layer, prefix, bank, cache):
+        stream, cache, found = layer(
+            Stream(prefix, bank, count),
+            cache,
+            context,
+            starts_block=starts,
+            most_blocks=count + starts,
+        )
+        return stream.prefix, stream.bank, cache, found
+
+    return _checkpointed(call, remat)
+
+
+def _run_written_out(cfg, segment, module, stream, caches, context, remat):
+    """Every layer of the unit once, at static depths."""
+    prefix, bank, _ = stream
+    new_caches, collected = [], []
+    for position, layer in enumerate(module.layers):
+        cache = None if caches is None else jax.tree.map(lambda c: c[0], caches[position])
+        call = _call_layer(cfg, segment.layer_index(0, position), context, remat)
+        prefix, bank, cache, found = call(layer, prefix, bank, cache)
+        new_caches.append(jax.tree.map(lambda c: c[None], cache))
+        collected.append(jax.tree.map(lambda a: a[None], found))
+    new_caches = None if caches is None else tuple(new_caches)
+    return Stream(prefix, bank, stream.count), new_caches, tuple(collected)
+
+
+def _run_unrolled(cfg, segment, module, stream, caches, context, remat):
+    """The scanned segment, repetition by repetition."""
+    steps = []
+    for repeat in range(segment.repeats):
+        here = Segment(start=segment.layer_index(repeat, 0), unit=segment.unit, repeats=1)
+        unit = jax.tree.map(lambda a, r=repeat: a[r], module)
+        cache = None
+        if caches is not None:
+            cache = jax.tree.map(lambda a, r=repeat: a[r : r + 1], caches)
+        stream, cache, found = _run_written_out(cfg, here, unit, stream, cache, context, remat)
+        steps.append((cache, found))
+    new_caches, collected = jax.tree.map(lambda *a: jnp.concatenate(a), *steps)
+    return stream, new_caches, collected
+
+
+def _run_scanned(cfg, segment, module, stream, caches, context, remat):
+    """One scan over the repetitions; what differs between them travels as scanned inputs."""
+    grid = np.arange(segment.start, segment.start + segment.num_layers)
+    grid = grid.reshape(segment.repeats, len(segment.unit))
+    starts = np.vectorize(lambda i: starts_block(cfg, i))(grid)
+    counts = np.vectorize(lambda i: blocks_before(cfg, i))(grid)
+    most = [int(m) for m in (counts + starts).max(0)]
+
+    # Inference and traces have nothing to recompute; training with full remat does, and the
+    # write-once scan then recomputes whole units, so layers need no checkpoint of their own.
+    write_once = remat == "full" and caches is None and not context.trace
+    layer_remat = "none" if write_once else remat
+
+    def body(prefix, bank, x, context):
+        unit, cache, starts_here, counts_here = x
+        new_caches, collected = [], []
+        for position, layer in enumerate(unit.layers):
+            # A position that never (or always) starts a block needs no traced choice.
+            same = starts[:, position]
+            here = bool(same[0]) if (same == same[0]).all() else starts_here[position]
+
+            def call(layer, prefix, bank, cache, count, here=here, most=most[position]):
+                stream, cache, found = layer(
+                    Stream(prefix, bank, count),
+                    cache,
+                    context,
+                    starts_block=here,
+                    most_blocks=most,
+                )
+                return stream.prefix, stream.bank, cache, found
+
+            layer_cache = None if cache is None else cache[position]
+            prefix, bank, layer_cache, found = _checkpointed(call, layer_remat)(
+                layer, prefix, bank, layer_cache, counts_here[position]
+            )
+            new_caches.append(layer_cache)
+            collected.append(found)
+        return prefix, bank, (tuple(new_caches), tuple(collected))
+
+    xs = (module, caches, jnp.asarray(starts), jnp.asarray(counts, jnp.int32))
+    scan = scan_write_once if write_once else _plain_scan
+    prefix, bank, (new_caches, collected) = scan(body, stream.prefix, stream.bank, xs, context)
+    new_caches = None if caches is None else new_caches
+    return Stream(prefix, bank, stream.count), new_caches, collected
+
+
+def _plain_scan(body, prefix, bank, xs, constants):
+    def step(carry, x):
+        prefix, bank, y = body(*carry, x, constants)
+        return (prefix, bank), y
+
+    (prefix, bank), ys = jax.lax.scan(step, (prefix, bank), xs)
+    return prefix, bank, ys

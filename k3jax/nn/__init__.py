@@ -1,0 +1,1 @@
+"""Modules: parameters that call ops."""
