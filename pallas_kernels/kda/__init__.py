@@ -41,18 +41,20 @@ def kda(
     (absent tokens between do not end it); the state starts anew with each run.
 
     Args:
-        q, k: [B, T, H, K], used as given (normalise before). Floating, as all arrays but the ids.
+        q: [B, T, H, K], used as given (normalise before). Floating, as all arrays but the ids.
+        k: [B, T, H, K], likewise.
         v: [B, T, H, V].
         log_decay: [B, T, H, K], <= 0; may be as low as -inf.
         beta: [B, T, H], already activated.
         scale: multiplies the output; None is K**-0.5.
         initial_state: [B, H, K, V], the state before the first run (later runs start at zero).
-            With `num_segments` [B, num_segments, H, K, V], the state before each run. None is zeros.
+            With `num_segments` [B, num_segments, H, K, V], the state before each run. None: zeros.
         segment_ids: [B, T] integers; None is one run of real tokens.
         num_segments: static; states are kept per run, in order of appearance. A row with more runs
             is refused where the ids are concrete; under `jit` its excess tokens give NaN.
-        log_decay_min: static promise that every `log_decay` is at least this, which selects faster
-            arithmetic. None is right for any decay. The result is undefined if the promise is broken.
+        log_decay_min: static promise that every `log_decay` is at least this; from -5 on it selects
+            faster arithmetic. None is right for any decay. If the promise is broken the result is
+            undefined.
         implementation: "reference" (token by token), "xla" (chunks) or None (chosen by a table).
 
     Returns:
@@ -68,7 +70,7 @@ def kda(
     chosen = choose_implementation("kda", implementation)
     check_inputs(q, k, v, log_decay, beta, initial_state, segment_ids, num_segments, log_decay_min)
     check_num_segments(segment_ids, num_segments)
-    num_rows, num_tokens, num_heads, key_dim = q.shape
+    num_rows, _, num_heads, key_dim = q.shape
     dtype = compute_dtype(q, k, v)
     output_dtype = v.dtype
     scale = key_dim**-0.5 if scale is None else scale
@@ -79,7 +81,7 @@ def kda(
         initial_state = initial_state[:, None]
     initial_state = initial_state.astype(dtype)
     with jax.named_scope("kda"):
-        if num_tokens == 0:
+        if q.size == 0:
             output, final_state = v, initial_state
         elif chosen == "reference":
             arrays = (x.astype(dtype) for x in (q, k, v, log_decay, beta))
@@ -111,8 +113,12 @@ def kda_decode(
     """Run one token of `kda` from a state.
 
     Args:
-        q, k, log_decay: [B, H, K]; v: [B, H, V]; beta: [B, H]. Or all with a token dimension of
-            size 1 after B, as `kda` takes them.
+        q: [B, H, K], or [B, 1, H, K] as `kda` takes it; the others then have the token dimension,
+            too.
+        k: [B, H, K].
+        v: [B, H, V].
+        log_decay: [B, H, K].
+        beta: [B, H].
         state: [B, H, K, V].
         scale: multiplies the output; None is K**-0.5.
 
@@ -139,10 +145,11 @@ def kda_decode(
     q, k, v, log_decay, beta = (x[:, 0].astype(dtype) for x in (q, k, v, log_decay, beta))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with jax.named_scope("kda_decode"):
-        # Products and sums rather than dots: one pass over the state, exact float32 everywhere.
+        # Matrix products: sums over the key dimension are many times slower on CPU.
         decayed = jnp.exp(log_decay)[..., None] * state.astype(dtype)  # [B, H, K, V]
-        update = beta[..., None] * (v - jnp.sum(k[..., None] * decayed, axis=-2))  # [B, H, V]
+        predicted = jnp.einsum("bhk,bhkv->bhv", k, decayed, precision=jax.lax.Precision.HIGHEST)
+        update = beta[..., None] * (v - predicted)
         state = decayed + k[..., None] * update[..., None, :]
-        output = scale * jnp.sum(q[..., None] * state, axis=-2)
+        output = jnp.einsum("bhk,bhkv->bhv", scale * q, state, precision=jax.lax.Precision.HIGHEST)
     output = output.astype(output_dtype)
     return (output[:, None] if has_token_axis else output), state

@@ -87,7 +87,17 @@ def _decay(log_decay: jax.Array, runs: Runs | None, bounded: bool) -> tuple[Deca
 def chunk_forward(
     state: jax.Array, tokens: Tokens, runs: Runs | None, *, bounded: bool
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """Return (output [B, H, C, V], new state [B, H, K, V], residuals)."""
+    """Run one chunk.
+
+    Args:
+        state: [B, H, K, V].
+        tokens: the chunk.
+        runs: where runs begin and end in it, None where the chunk is of one run.
+        bounded: which split of the decay (`decay.py`).
+
+    Returns:
+        (output [B, H, C, V], new state [B, H, K, V], residuals).
+    """
     size = tokens.k.shape[-2]
     keys = tokens.beta[..., None] * tokens.k
     decay, masks = _decay(tokens.log_decay, runs, bounded)
@@ -140,6 +150,10 @@ def chunk_backward(
     d_running = tokens.k * d_k + tokens.q * d_q - keys * d_keys
     d_log_decay = lower_triangle_product(d_running, reverse=True)
     d_log_decay += _dot("bhkv,bhkv->bhk", new_state, d_new_state)[..., None, :]
+    # Where the decay is 0 so is this gradient; what rounding leaves of the sums that cancel would
+    # later be multiplied by the log decay, which may be huge.
+    tiny = float(np.log(jnp.finfo(d_log_decay.dtype).tiny))
+    d_log_decay = jnp.where(tokens.log_decay < tiny, 0, d_log_decay)
     d_tokens = Tokens(
         q=d_q,
         k=d_k + tokens.beta[..., None] * d_keys,

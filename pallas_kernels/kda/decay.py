@@ -2,8 +2,8 @@
 
 With `G` the running sum of the log decay, the score of token t on an earlier token s of the same
 tile is `sum_c x_tc exp(G_tc - G_sc) k_sc`. To be a matrix product the exponential must be split
-into a factor of t and a factor of s. A split is a *level*: `(row_factor, key_factor, mask)`, and the
-score is the sum over levels of `mask * ((x row_factor) (k key_factor)^T)`.
+into a factor of t and a factor of s. A split is a *level*: `(row_factor, key_factor, mask)`, and
+the score is the sum over levels of `mask * ((x row_factor) (k key_factor)^T)`.
 """
 
 from typing import NamedTuple
@@ -57,34 +57,40 @@ def unbounded_decay(log_decay: jax.Array) -> Decay:
     Args:
         log_decay: [..., C, K], C a power of two.
     """
-    *lead, size, key_dim = log_decay.shape
+    size = log_decay.shape[-2]
     index = np.arange(size)
     decay = jnp.exp(log_decay)
     one = jnp.ones_like(decay)
     levels = [(one, one, np.eye(size, dtype=bool))]
     # Within blocks of `block` rows: decay from the block's start to each row, after each row to the
-    # block's end, and over the block.
+    # block's end, and over the whole block ([..., C / block, K]).
     from_start, to_end, total = decay, one, decay
     block = 1
     while block < size:
-
-        def pairs(x, rows):
-            return jnp.reshape(x, (*lead, size // (2 * block), 2, rows, key_dim))
-
-        (start_early, start_late), (end_early, end_late), (total_early, total_late) = (
-            (pairs(x, rows)[..., 0, :, :], pairs(x, rows)[..., 1, :, :])
-            for x, rows in ((from_start, block), (to_end, block), (total, 1))
-        )
-        factor = jnp.stack([end_early, start_late], axis=-3).reshape(log_decay.shape)
-        later = (index // block) % 2 == 1
-        mask = later[:, None] & (index[None] // block == index[:, None] // block - 1)
+        start_earlier, start_later = _pairs(from_start, block)
+        end_earlier, end_later = _pairs(to_end, block)
+        total_earlier, total_later = _pairs(total, 1)
+        factor = _join(end_earlier, start_later)
+        number = index // block
+        mask = (number[:, None] % 2 == 1) & (number[None] == number[:, None] - 1)
         levels.append((factor, factor, mask))
-        from_start = jnp.stack([start_early, start_late * total_early], axis=-3)
-        to_end = jnp.stack([end_early * total_late, end_late], axis=-3)
-        total = total_early * total_late
+        from_start = _join(start_earlier, start_later * total_earlier)
+        to_end = _join(end_earlier * total_later, end_later)
+        total = (total_earlier * total_later)[..., 0, :]
         block *= 2
-    shape = log_decay.shape
-    return Decay(levels, from_start.reshape(shape), to_end.reshape(shape), total[..., 0, 0, :])
+    return Decay(levels, from_start, to_end, total[..., 0, :])
+
+
+def _pairs(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """View rows [..., n * 2 * block, K] as earlier and later blocks, [..., n, block, K] each."""
+    paired = x.reshape(*x.shape[:-2], -1, 2, block, x.shape[-1])
+    return paired[..., 0, :, :], paired[..., 1, :, :]
+
+
+def _join(earlier: jax.Array, later: jax.Array) -> jax.Array:
+    """Put blocks [..., n, block, K] back in order, the inverse of `_pairs`."""
+    paired = jnp.stack([earlier, later], axis=-3)
+    return paired.reshape(*paired.shape[:-4], -1, paired.shape[-1])
 
 
 def lower_triangle_product(x: jax.Array, *, reverse: bool = False) -> jax.Array:

@@ -10,7 +10,11 @@ def kda_reference(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids
     """Run the recurrence token by token; see `pallas_kernels.kda` for the formula.
 
     Args:
-        q, k, log_decay: [B, T, H, K]; v: [B, T, H, V]; beta: [B, T, H], all of one float dtype.
+        q: [B, T, H, K]. It and the other arrays are of one float dtype.
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        log_decay: [B, T, H, K].
+        beta: [B, T, H].
         scale: multiplies the output.
         initial_state: [B, N, H, K, V].
         segment_ids: [B, T] integers, 0 where a token is absent; None when all are of one run.

@@ -30,8 +30,10 @@ _BOUNDED_CHUNK = {-5.0: 16}
 # Without a bound, or with a lower one, chunks split at the borders of blocks, right for any decay.
 _UNBOUNDED_CHUNK = 16
 
-# Stored states cost K * V / (chunk * group) numbers per token and head: twice v at 128.
-_GROUP = 4
+# Chunks between two stored states, which cost K * V / (chunk * group) numbers per token and head:
+# at 128, 2 and 4 times what v costs. The program grows with the group; the unbounded split has a
+# larger one, and gains nothing from more than two.
+_BOUNDED_GROUP, _UNBOUNDED_GROUP = 4, 2
 
 
 def choose_schedule(num_tokens: int, log_decay_min: float | None) -> Schedule:
@@ -43,6 +45,6 @@ def choose_schedule(num_tokens: int, log_decay_min: float | None) -> Schedule:
     ]
     chunk = max(fitting, default=_UNBOUNDED_CHUNK)
     num_chunks = -(-num_tokens // chunk)
-    num_groups = -(-num_chunks // _GROUP)
+    num_groups = -(-num_chunks // (_BOUNDED_GROUP if fitting else _UNBOUNDED_GROUP))
     # Equal groups with as little padding as possible.
     return Schedule(bounded=bool(fitting), chunk=chunk, group=-(-num_chunks // num_groups))

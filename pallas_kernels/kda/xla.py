@@ -13,10 +13,15 @@ def kda_xla(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids, per_
     """Compute what `kda_reference` defines; the arguments are the same, in any float dtype.
 
     Args:
-        q, k, log_decay: [B, T, H, K].
+        q: [B, T, H, K].
+        k: [B, T, H, K].
         v: [B, T, H, V].
+        log_decay: [B, T, H, K].
         beta: [B, T, H].
-        scale, initial_state, segment_ids, per_run: as in `kda_reference`.
+        scale: as in `kda_reference`.
+        initial_state: likewise; its dtype is that of the computation.
+        segment_ids: likewise.
+        per_run: likewise.
         log_decay_min: promise on the decay, or None.
 
     Returns:
