@@ -19,7 +19,8 @@ def assert_close(actual, expected, dtype="float32", *, gradient=False, name=""):
     """Assert max|actual - expected| <= tolerance(dtype) * max|expected|.
 
     Args:
-        actual, expected: arrays of one shape. Non-finite values never compare equal.
+        actual: array to judge. Non-finite values never compare equal.
+        expected: array of the same shape.
         dtype: precision of the computation under test, a key of `TOLERANCE`.
         gradient: the arrays are gradients (tolerance times `GRADIENT_FACTOR`).
         name: what is compared, for the message.

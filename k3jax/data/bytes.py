@@ -20,7 +20,7 @@ def encode(text: str | bytes) -> np.ndarray:
 
 
 def decode(ids) -> str:
-    """Text of `ids` [T]; control ids are shown as `<256>`, invalid UTF-8 as the replacement mark."""
+    """Text of `ids` [T]; control ids are shown as `<256>`, invalid UTF-8 as U+FFFD."""
     pieces, run = [], bytearray()
     for token in np.asarray(ids).reshape(-1).tolist():
         if 0 <= token < NUM_BYTES:

@@ -131,7 +131,9 @@ def _read_library(root: Path) -> list[tuple[str, bytes]]:
 def _read_folder(root: Path, notes: list[str]) -> list[tuple[str, bytes]]:
     """Every UTF-8 file below `root` but hidden ones; what is skipped is counted in `notes`."""
     if not root.exists():
-        raise UserError(f"data.path={root} does not exist; --data.path takes a folder of text files")
+        raise UserError(
+            f"data.path={root} does not exist; --data.path takes a folder of text files"
+        )
     if root.is_file():
         files = [root]
     else:

@@ -69,9 +69,3 @@ class NGrams:
         )
         named = {"unigram": one, "bigram": two, "trigram": three}
         return {name: -np.log2(probability) for name, probability in named.items()}
-
-
-def baselines(train: Documents, held_out: Documents, positions: np.ndarray) -> dict[str, float]:
-    """Mean bits per byte on `positions` of `held_out.text`, by baseline name."""
-    bits = NGrams.count(train).bits(held_out)
-    return {name: float(values[positions].mean()) for name, values in bits.items()}

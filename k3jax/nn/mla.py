@@ -1,6 +1,7 @@
 """Gated multi-head latent attention without positions (SEMANTICS 3.6)."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from k3jax import ops
@@ -53,7 +54,8 @@ class LatentAttention(nnx.Module):
             joint = ops.dense("btd,dc->btc", x, self.kv_a[...])
             latent = self.kv_norm(joint[..., : mla.kv_lora_rank])
             k_rope = joint[..., mla.kv_lora_rank :]
-            kv_segment_ids, offset = context.segment_ids, 0
+            segment_ids, offset = context.segment_ids, 0
+            kv_segment_ids = segment_ids
             if cache is not None:
                 cache = MLACache(
                     write_columns(cache.latent, latent, context),
@@ -61,6 +63,8 @@ class LatentAttention(nnx.Module):
                 )
                 latent, k_rope = (c.astype(x.dtype) for c in cache)
                 kv_segment_ids, offset = context.kv_segment_ids, context.length
+                if segment_ids is None:
+                    segment_ids = jnp.ones(x.shape[:2], jnp.int32)
             if context.decode:
                 output = ops.latent_attention_step(
                     q,
@@ -77,7 +81,7 @@ class LatentAttention(nnx.Module):
                     expanded[..., : mla.qk_nope_head_dim],
                     k_rope,
                     expanded[..., mla.qk_nope_head_dim :],
-                    segment_ids=context.segment_ids,
+                    segment_ids=segment_ids,
                     kv_segment_ids=kv_segment_ids,
                     q_offset=offset,
                 )

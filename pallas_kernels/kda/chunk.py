@@ -11,7 +11,8 @@ With `rows` the keys and the scaled queries of the chunk, `keys` = beta k, all d
 so that beta and the decay appear in `keys` and `rows` only. A gradient with respect to the log
 decay needs no product of its own: an array that enters multiplied by `exp(G_t)` adds (array *
 gradient) to that of `G_t`, one multiplied by `exp(-G_s)` subtracts it, and what leaves with the
-state adds `sum_v S' dS'` to every token of the chunk.
+state adds `sum_v S' dS'` to every token of the chunk. The sum over the chunk is then `sum_v S dS`
+of the state that enters, which the chunk before needs.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,6 @@ class Residuals(NamedTuple):
 
     tokens: Tokens
     state: jax.Array
-    new_state: jax.Array
     decay: Decay
     masks: list
     correction: jax.Array
@@ -112,23 +112,25 @@ def chunk_forward(
     output = carried[..., size:, :] + _dot("bhts,bhsv->bhtv", score_q, correction)
     update = _dot("bhtk,bhtv->bhkv", keys * decay.to_end, correction)
     new_state = decay.total[..., None] * state + update
-    residuals = Residuals(
-        tokens, state, new_state, decay, masks, correction, inverse, score_q
-    )  # fmt: skip
+    residuals = Residuals(tokens, state, decay, masks, correction, inverse, score_q)
     return output, new_state, residuals
 
 
 def chunk_backward(
-    residuals: Residuals, d_output: jax.Array, d_new_state: jax.Array
-) -> tuple[Tokens, jax.Array]:
+    residuals: Residuals, d_output: jax.Array, d_new_state: jax.Array, d_running_end: jax.Array
+) -> tuple[Tokens, jax.Array, jax.Array]:
     """Return the gradients of the tokens and of the state that enters the chunk.
 
     Args:
         residuals: as `chunk_forward` returns them.
         d_output: [B, H, C, V].
         d_new_state: [B, H, K, V].
+        d_running_end: [B, H, K], `sum_v S' dS'` of the state that leaves the chunk.
+
+    Returns:
+        (gradients of the tokens, of the state, and `sum_v S dS` of the state that enters).
     """
-    tokens, state, new_state, decay, masks, correction, inverse, score_q = residuals
+    tokens, state, decay, masks, correction, inverse, score_q = residuals
     size = tokens.k.shape[-2]
     keys = tokens.beta[..., None] * tokens.k
     d_correction = _dot("bhts,bhtv->bhsv", score_q, d_output)
@@ -148,20 +150,19 @@ def chunk_backward(
 
     d_k, d_q = d_rows[..., :size, :], d_rows[..., size:, :]
     d_running = tokens.k * d_k + tokens.q * d_q - keys * d_keys
-    d_log_decay = lower_triangle_product(d_running, reverse=True)
-    d_log_decay += _dot("bhkv,bhkv->bhk", new_state, d_new_state)[..., None, :]
-    # Where the decay is 0 so is this gradient; what rounding leaves of the sums that cancel would
+    d_log_decay = lower_triangle_product(d_running, reverse=True) + d_running_end[..., None, :]
+    d_running_start = d_log_decay[..., 0, :]
+    # Where the decay is 0 so is its gradient; what rounding leaves of the sums that cancel would
     # later be multiplied by the log decay, which may be huge.
     tiny = float(np.log(jnp.finfo(d_log_decay.dtype).tiny))
-    d_log_decay = jnp.where(tokens.log_decay < tiny, 0, d_log_decay)
     d_tokens = Tokens(
         q=d_q,
         k=d_k + tokens.beta[..., None] * d_keys,
         v=d_v,
-        log_decay=d_log_decay,
+        log_decay=jnp.where(tokens.log_decay < tiny, 0, d_log_decay),
         beta=_dot("bhtk,bhtk->bht", tokens.k, d_keys),
     )
-    return d_tokens, d_state
+    return d_tokens, d_state, d_running_start
 
 
 def _twice(factor: jax.Array) -> jax.Array:

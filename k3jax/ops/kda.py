@@ -59,8 +59,10 @@ def delta_attention(
     def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids):
         log_decay = pallas_kernels.kda_gate(decay_logits, A_log, dt_bias, lower_bound=lower_bound)
         return pallas_kernels.kda(
-            l2_normalize(q).astype(q.dtype),
-            l2_normalize(k).astype(k.dtype),
+            # Kept in float32, as the released decoding kernel does: rounding them costs routing
+            # decisions further down, and prefill would differ from decoding.
+            l2_normalize(q),
+            l2_normalize(k),
             v,
             log_decay,
             jax.nn.sigmoid(beta_logits.astype(jnp.float32)),

@@ -1,0 +1,1 @@
+"""Runnable experiments: each file says its command, hardware, time and expected numbers."""

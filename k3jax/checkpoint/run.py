@@ -1,0 +1,212 @@
+"""Checkpoints of a run by orbax: asynchronous, atomic, verified before use.
+
+`checkpoints/<step>/` is written by orbax (plain nested dictionaries of names). When it is
+committed, `digests.json` is added: size and SHA-256 of every file. A checkpoint counts when that
+file exists and agrees; anything else is set aside in `checkpoints_rejected/` and reported.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+DIGESTS = "digests.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A verified checkpoint."""
+
+    step: int
+    tree: dict
+    position: dict
+
+
+class RunCheckpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        folder: `checkpoints/` of the run.
+        keep: how many of the newest to keep; at least 2, so that one remains when the newest is
+            damaged.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 3):
+        if keep < 2:
+            raise ValueError(f"keep={keep} must be at least 2: one may be damaged")
+        self.folder = Path(folder).absolute()
+        self.rejected_folder = self.folder.with_name(self.folder.name + "_rejected")
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each save at INFO/WARNING
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, cleanup_tmp_directories=True, create=True
+            ),
+        )
+        self._hashing = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-digests")
+        self._undigested: int | None = None
+        self._digesting: concurrent.futures.Future | None = None
+
+    def save(self, step: int, tree: dict, position: dict) -> None:
+        """Start writing; returns once the arrays are copied. Waits for the save before this one.
+
+        Args:
+            step: number of the checkpoint.
+            tree: nested dictionary of names -> arrays.
+            position: JSON dictionary (data position and what identifies the run).
+        """
+        self.wait()
+        if jax.default_backend() == "cpu":
+            # On CPU the host copy is a view of the buffer, which the next step donates.
+            tree = jax.tree.map(jnp.copy, tree)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(tree), position=ocp.args.JsonSave(position)
+            ),
+        )
+        self._undigested = step
+
+    def poll(self) -> None:
+        """Finish a save that is committed, without waiting for one that is not. Call each step."""
+        if self._undigested is not None and not self._manager.is_saving_in_progress():
+            self._manager.wait_until_finished()  # raises what the writer raised
+            folder = self.folder / str(self._undigested)
+            self._digesting = self._hashing.submit(write_digests, folder)
+            self._undigested = None
+        if self._digesting is not None and self._digesting.done():
+            self._digesting.result()
+            self._digesting = None
+
+    def wait(self) -> None:
+        """Block until the last save is committed and digested."""
+        self._manager.wait_until_finished()
+        self.poll()
+        if self._digesting is not None:
+            self._digesting.result()
+            self._digesting = None
+
+    def close(self) -> None:
+        """Wait, then stop the writers."""
+        self.wait()
+        self._hashing.shutdown()
+        self._manager.close()
+
+    def steps(self) -> list[int]:
+        """Committed steps on disk, ascending."""
+        return stored_steps(self.folder)
+
+    def restore_latest(self, abstract: dict, report) -> Restored | None:
+        """Newest checkpoint that is whole, with the shapes, types and shardings of `abstract`.
+
+        Damaged ones are moved aside; `report(text)` is called for each. None when there is none.
+
+        Raises:
+            ValueError: a whole checkpoint holds other arrays than `abstract`.
+        """
+        for step in reversed(self.steps()):
+            folder = self.folder / str(step)
+            problem = find_damage(folder)
+            if problem is None:
+                _check_same_arrays(self._manager.item_metadata(step).state.tree, abstract, folder)
+                restored = self._manager.restore(
+                    step,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()
+                    ),
+                )
+                return Restored(step, restored.state, restored.position)
+            self.reject(step)
+            report(
+                f"checkpoint {step} is damaged ({problem}); moved to {self.rejected_folder}/{step},"
+                " trying the one before"
+            )
+        return None
+
+    def reject(self, step: int) -> None:
+        """Move a checkpoint aside, so that its step can be written again."""
+        self.rejected_folder.mkdir(exist_ok=True)
+        target = self.rejected_folder / str(step)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(self.folder / str(step), target)
+        self._manager.reload()
+
+
+def stored_steps(folder: Path) -> list[int]:
+    """Step numbers of the checkpoint folders in `folder`, ascending."""
+    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit())
+
+
+def read_position(folder: Path) -> dict | None:
+    """The JSON position of the newest whole checkpoint, without reading arrays."""
+    for step in reversed(stored_steps(folder)):
+        checkpoint = Path(folder).absolute() / str(step)
+        if find_damage(checkpoint) is None:
+            return json.loads((checkpoint / "position" / "metadata").read_text())
+    return None
+
+
+def write_digests(folder: Path) -> None:
+    """Write `digests.json` for every file of a committed checkpoint, atomically."""
+    table = {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, _sha256(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != DIGESTS
+    }
+    temporary = folder / (DIGESTS + ".tmp")
+    temporary.write_text(json.dumps(table, indent=1))
+    os.replace(temporary, folder / DIGESTS)
+
+
+def find_damage(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None when every file is as it was written."""
+    try:
+        table = json.loads((folder / DIGESTS).read_text())
+    except FileNotFoundError:
+        return f"no {DIGESTS}: the run was killed before it was complete"
+    except ValueError:
+        return f"{DIGESTS} is not readable"
+    for name, (size, digest) in table.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if _sha256(path) != digest:
+            return f"{name} has other contents than were written"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_same_arrays(stored: dict, abstract: dict, folder: Path) -> None:
+    def table(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {
+            ".".join(str(getattr(entry, "key", entry)) for entry in path): (
+                tuple(leaf.shape),
+                jnp.dtype(leaf.dtype).name,
+            )
+            for path, leaf in leaves
+        }
+
+    have, want = table(stored), table(abstract)
+    differ = [
+        f"{name}: stored {have.get(name, 'nothing')}, expected {want.get(name, 'nothing')}"
+        for name in sorted(have.keys() | want.keys())
+        if have.get(name) != want.get(name)
+    ]
+    if differ:
+        shown = "; ".join(differ[:5]) + (f"; and {len(differ) - 5} more" if len(differ) > 5 else "")
+        raise ValueError(f"{folder} belongs to another configuration: {shown}")

@@ -1,0 +1,1 @@
+"""Training: the step, the loop, the run directory and its report."""

@@ -1,0 +1,69 @@
+"""AdamW for a dictionary of named parameters, and the table of what decays."""
+
+import re
+
+import optax
+
+from k3jax.train.config import OptimizerConfig
+
+# End of a parameter's name -> whether weight decay applies. Stacked layers have a leading
+# dimension, so the number of dimensions cannot tell a matrix from a vector: names do.
+DECAY_TABLE: tuple[tuple[str, bool], ...] = (
+    (r"language\.(embedding|head)", True),
+    (r"attention\.[qkvbgo]_proj", True),
+    (r"attention\.(f|g|q|kv)_[ab]", True),
+    (r"feed_forward\.(shared\.)?(gate|up|down)", True),
+    (r"feed_forward\.expert_(gate|up|down)", True),
+    (r"feed_forward\.latent_(up|down)", True),
+    (r"feed_forward\.router", True),
+    (r"attention\.(A_log|dt_bias)", False),
+    (r"attention\.[qkv]_conv", False),  # depthwise taps, not a matrix
+    (r"attention\.o_norm", False),
+    (r"\w+_mix\.(norm|proj)", False),  # proj is the pseudo-query
+    (r"\w*norm\.weight", False),
+)
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to a parameter, by the end of its name.
+
+    Raises:
+        ValueError: no rule or several rules match: the table must say, once.
+    """
+    found = [rule for rule in DECAY_TABLE if re.search(rf"(^|\.){rule[0]}$", name)]
+    if len(found) != 1:
+        raise ValueError(
+            f"parameter {name!r} matches {len(found)} rules of DECAY_TABLE "
+            f"({[rule for rule, _ in found]}); exactly one must match"
+        )
+    return found[0][1]
+
+
+def decay_mask(names) -> dict[str, bool]:
+    """Name -> whether it decays, for every parameter."""
+    return {name: decays(name) for name in names}
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Step (0-based) -> learning rate: linear warm-up, then cosine to the final fraction."""
+    warmup = min(config.warmup_steps, max(steps - 1, 0))
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.peak_lr / (warmup + 1),
+        peak_value=config.peak_lr,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=config.peak_lr * config.final_lr_fraction,
+    )
+
+
+def adamw(config: OptimizerConfig, names) -> optax.GradientTransformation:
+    """Clipping, Adam and decoupled decay; the caller scales by minus the learning rate.
+
+    The learning rate stays outside so that it follows the step, while Adam's own count follows
+    the updates that were really made.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(names)),
+    )

@@ -1,0 +1,124 @@
+"""One optimizer step and one evaluation step, as pure functions for `jax.jit`."""
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.data.bytes import NUM_BYTES
+from k3jax.model import next_token_loss
+from k3jax.model.loss import target_mask
+from k3jax.nn.balancing import balance_routers
+from k3jax.train.config import TrainConfig
+from k3jax.train.optimizer import adamw, learning_rate
+from k3jax.train.state import ModelParts, TrainState
+
+
+def make_train_step(parts: ModelParts, config: TrainConfig):
+    """(step, optimizer): `step(state, tokens, segment_ids) -> (state, metrics)`.
+
+    tokens and segment_ids are [B, T]; they are computed in `config.micro_batches` parts. The loss
+    is the mean over all targets of the batch, however they fall into parts. A step whose loss or
+    gradient is not finite changes nothing but the counters.
+    """
+    optimizer = adamw(config.optimizer, parts.param_names)
+    schedule = learning_rate(config.optimizer, config.steps)
+
+    def gradients(params, rest, tokens, segment_ids):
+        """Sums over targets, so that parts can be added."""
+
+        def total_loss(params):
+            loss, metrics = next_token_loss(
+                parts.join(params, rest), tokens, segment_ids, remat=config.remat
+            )
+            count = metrics["num_targets"]
+            return loss * count, (count, metrics["statistics"])
+
+        (total, (count, statistics)), grads = jax.value_and_grad(total_loss, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return total, count, statistics, grads
+
+    def accumulate(params, rest, tokens, segment_ids):
+        if config.micro_batches == 1:
+            return gradients(params, rest, tokens, segment_ids)
+        split = lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:])  # noqa: E731
+        shapes = jax.eval_shape(gradients, params, rest, split(tokens)[0], split(segment_ids)[0])
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        def add(sums, part):
+            return jax.tree.map(jnp.add, sums, gradients(params, rest, *part)), None
+
+        return jax.lax.scan(add, zero, (split(tokens), split(segment_ids)))[0]
+
+    def step(state: TrainState, tokens, segment_ids):
+        total, count, statistics, grads = accumulate(state.params, state.rest, tokens, segment_ids)
+        targets = jnp.maximum(count, 1).astype(jnp.float32)
+        loss = total / targets
+        grads = {name: grad / targets for name, grad in grads.items()}
+        with jax.named_scope("optimizer"):
+            squares = jnp.stack([jnp.sum(jnp.square(grads[name])) for name in parts.param_names])
+            norm = jnp.sqrt(jnp.sum(squares))
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            rate = schedule(state.step)
+            updates, moments = optimizer.update(grads, state.optimizer, state.params)
+            params = {
+                name: (value - rate * updates[name]).astype(value.dtype)
+                for name, value in state.params.items()
+            }
+        rest = state.rest
+        if statistics is not None:
+            with jax.named_scope("balance_routers"):
+                balanced = balance_routers(parts.join(state.params, state.rest), statistics)
+                rest = parts.split(balanced)[1]
+
+        def keep(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        missed = 1 - finite.astype(jnp.int32)
+        state = TrainState(
+            params=keep(params, state.params),
+            rest=keep(rest, state.rest),
+            optimizer=keep(moments, state.optimizer),
+            step=state.step + 1,
+            skipped=state.skipped + missed,
+            skipped_in_row=(state.skipped_in_row + 1) * missed,
+            key=state.key,
+        )
+        metrics = {
+            "loss": loss,
+            "targets": count,
+            "grad_norm": norm,
+            "lr": rate,
+            "finite": finite,
+            "finite_gradient": jnp.isfinite(squares),  # by parameter, for the diagnosis
+            "skipped": state.skipped,
+            "skipped_in_row": state.skipped_in_row,
+        }
+        if statistics is not None:
+            biases = [state.rest[name] for name in parts.router_names]
+            metrics["overload"] = statistics.overload()
+            metrics["router_bias_min"] = jnp.min(jnp.stack([jnp.min(b) for b in biases]))
+            metrics["router_bias_max"] = jnp.max(jnp.stack([jnp.max(b) for b in biases]))
+        return state, metrics
+
+    return step, optimizer
+
+
+def make_evaluation_step(parts: ModelParts):
+    """`evaluate(params, rest, tokens, segment_ids)` -> sums over byte targets.
+
+    Returns a dictionary: "nats" [] float32 over targets that are bytes (control ids excluded; the
+    probability is over the whole vocabulary), "targets" [] int32, and "expert_counts" [M, E] int32
+    where the model has experts.
+    """
+
+    def evaluate(params, rest, tokens, segment_ids):
+        _, metrics = next_token_loss(parts.join(params, rest), tokens, segment_ids)
+        is_byte = target_mask(tokens, segment_ids) & (tokens[:, 1:] < NUM_BYTES)
+        result = {
+            "nats": jnp.where(is_byte, metrics["token_losses"], 0.0).sum(),
+            "targets": is_byte.sum(dtype=jnp.int32),
+        }
+        if metrics["statistics"] is not None:
+            result["expert_counts"] = metrics["statistics"].expert_counts
+        return result
+
+    return evaluate
