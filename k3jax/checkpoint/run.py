@@ -47,6 +47,11 @@ class RunCheckpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each save at INFO/WARNING
         self._manager = ocp.CheckpointManager(
             self.folder,
+            # Named handlers: the stored arrays can be described before anything is restored.
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "position": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, cleanup_tmp_directories=True, create=True
             ),
@@ -116,7 +121,7 @@ class RunCheckpoints:
             folder = self.folder / str(step)
             problem = find_damage(folder)
             if problem is None:
-                _check_same_arrays(self._manager.item_metadata(step).state.tree, abstract, folder)
+                _check_same_arrays(self._manager.item_metadata(step).state, abstract, folder)
                 restored = self._manager.restore(
                     step,
                     args=ocp.args.Composite(

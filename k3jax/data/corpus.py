@@ -21,8 +21,16 @@ import numpy as np
 from k3jax.errors import UserError
 
 LIBRARY_EXCLUDED = frozenset(
-    ["site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"]
-    + ["encodings", "pydoc_data"]
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idle_test",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+    }
 )
 
 

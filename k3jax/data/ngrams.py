@@ -57,7 +57,7 @@ class NGrams:
         return cls(ones=twos.sum(0), twos=twos, threes=threes.reshape(-1, NUM_BYTES))
 
     def bits(self, documents: Documents) -> dict[str, np.ndarray]:
-        """-log2 p of each byte of `documents`: {"unigram", "bigram", "trigram"}, float64 [bytes]."""
+        """-log2 p of each byte: {"unigram", "bigram", "trigram"} -> float64 [bytes]."""
         before, before_that = _contexts(documents)
         text = documents.text
         weight = BACKOFF_WEIGHT

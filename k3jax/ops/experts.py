@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 import pallas_kernels
+from k3jax.precision import matmul_precision
 
 
 def select_experts(
@@ -70,11 +71,25 @@ def routed_experts(
         rows = dispatch(x.reshape(-1, shape[-1]), plan)
         dtype = rows.dtype
         sizes = plan["group_sizes"]
-        hidden = activation(
-            pallas_kernels.grouped_matmul(rows, gate.astype(dtype), sizes),
-            pallas_kernels.grouped_matmul(rows, up.astype(dtype), sizes),
-        )
-        out = pallas_kernels.grouped_matmul(hidden, down.astype(dtype), sizes)
+
+        def expert(rows, matrices):  # the whole expert at once: no hidden activation is stored
+            gate, up, down = matrices
+            precision = matmul_precision(dtype)
+            hidden = activation(
+                jnp.matmul(rows, gate, precision=precision),
+                jnp.matmul(rows, up, precision=precision),
+            )
+            return jnp.matmul(hidden, down, precision=precision)
+
+        matrices = tuple(w.astype(dtype) for w in (gate, up, down))
+        if dtype == jnp.float32:
+            out = pallas_kernels.grouped_apply(expert, rows, matrices, sizes)
+        else:  # the release rounds the hidden activation to the model's type
+            hidden = activation(
+                pallas_kernels.grouped_matmul(rows, matrices[0], sizes),
+                pallas_kernels.grouped_matmul(rows, matrices[1], sizes),
+            )
+            out = pallas_kernels.grouped_matmul(hidden, matrices[2], sizes)
         return combine(out, weights.reshape(-1, routes), plan).reshape(shape)
 
     specs = (

@@ -107,9 +107,7 @@ class RunDirectory:
 
     def model_config(self) -> K3Config:
         """The model of the run."""
-        from k3jax.config import hf
-
-        return hf.config_from_dict(self.read_config()["model"])
+        return K3Config.from_hf_dict(self.read_config()["model"])
 
     def _take_lock(self) -> None:
         self.close()
