@@ -1,11 +1,11 @@
 """Time KDA on this machine against plain spellings of it, in one process.
 
-    python -m experiments.bench_kernels            # about 3 minutes, up to 7 GB (the plain scans)
-    python -m experiments.bench_kernels --quick    # a tenth of the length, 30 s
+    python -m experiments.bench_kernels            # 2 minutes, up to 7 GB (the plain scans)
+    python -m experiments.bench_kernels --quick    # a tenth of the length, 20 s
     python -m experiments.bench_kernels --json results.json
 
-Expected on two CPU cores at the default size (float32, B 1, T 4096, H 8, K = V 128): forward 2.7
-times the fastest token scan (at least 1.5), forward and backward 25 times (at least 12) and 2.3
+Expected on two CPU cores at the default size (float32, B 1, T 4096, H 8, K = V 128): forward 2.6
+times the fastest token scan (at least 1.5), forward and backward 27 times (at least 12) and 2.3
 times `baseline_chunked` (at least 1.2); time per token at 16384 tokens within 1.2 of that at 1024.
 """
 

@@ -16,9 +16,9 @@ from pallas_kernels import kda, kda_gate
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "kda_ops"
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 FORMS = {"reference": ("reference", None), "xla": ("xla", None), "xla_bounded": ("xla", -5.0)}
-# Cases are embedded in arrays of two rows and heads and a few lengths, to share compilations; what
-# is added is absent (segment id 0) or of no consequence (an unused head).
-LENGTHS = (112, 272)
+# Cases are embedded in arrays of two rows and heads and one length, to share compilations; what is
+# added is absent (segment id 0) or of no consequence (an unused head).
+LENGTH = 272
 
 
 def _load(name):
@@ -82,7 +82,7 @@ def _check(name, form, *, embed):
     B, H, T = rows, heads, length
     packed = case["cu_seqlens"] is not None
     if embed:
-        B, H, T = 2, 2, min(size for size in LENGTHS if size >= length)
+        B, H, T = 2, 2, LENGTH
     bounds = case["cu_seqlens"] or [0, length]
     num_segments = len(bounds) - 1 if packed else None
     ids = np.zeros((B, T), np.int32)
