@@ -8,11 +8,10 @@ With `rows` the keys and the scaled queries of the chunk, `keys` = beta k, all d
     output     = carried_q + score_q correction
     S'         = diag(total decay) S + keys(to chunk end)^T correction
 
-so that beta and the decay appear in `keys` and `rows` only. A gradient with respect to the log
-decay needs no product of its own: an array that enters multiplied by `exp(G_t)` adds (array *
-gradient) to that of `G_t`, one multiplied by `exp(-G_s)` subtracts it, and what leaves with the
-state adds `sum_v S' dS'` to every token of the chunk. The sum over the chunk is then `sum_v S dS`
-of the state that enters, which the chunk before needs.
+so that beta and the decay appear in `keys` and `rows` only. Every decay factor is `exp(M g)` with a
+constant matrix M, so that an array x that enters as `x exp(M g)` adds `M^T (x dx)` to the gradient
+of the log decay g. Wherever M has no negative entries nothing cancels: a strong decay makes all
+terms that hold it small, and its gradient is as precise as they are.
 """
 
 from typing import NamedTuple
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda.decay import Decay, bounded_decay, lower_triangle_product, unbounded_decay
+from pallas_kernels.kda.decay import Decay, bounded_decay, matrix_product, unbounded_decay
 from pallas_kernels.kda.triangular import invert_unit_lower
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -70,7 +69,7 @@ def _decay(log_decay: jax.Array, runs: Runs | None, bounded: bool) -> tuple[Deca
     """Return the decay factors, cut where a run ends, and the mask [..., 2C, C] of each level."""
     decay = (bounded_decay if bounded else unbounded_decay)(log_decay)
     strict = np.tri(log_decay.shape[-2], k=-1, dtype=bool)
-    masks = [np.concatenate([mask & strict, mask]) for _, _, mask in decay.levels]
+    masks = [np.concatenate([level.mask & strict, level.mask]) for level in decay.levels]
     if runs is None:
         return decay, masks
     same = runs.run[:, None, :, None] == runs.run[:, None, None, :]  # [B, 1, C, C]
@@ -102,10 +101,10 @@ def chunk_forward(
     keys = tokens.beta[..., None] * tokens.k
     decay, masks = _decay(tokens.log_decay, runs, bounded)
     score = 0
-    for (row_factor, key_factor, _), mask in zip(decay.levels, masks, strict=True):
-        level = _dot("bhtk,bhsk->bhts", _rows(tokens, row_factor), keys * key_factor)
-        # The other half of the level may be infinite where a promise on the decay is exhausted.
-        score = score + jnp.where(mask, level, 0)
+    for level, mask in zip(decay.levels, masks, strict=True):
+        pairs = _dot("bhtk,bhsk->bhts", _rows(tokens, level.row_factor), keys * level.key_factor)
+        # Pairs that the split is wrong for may be infinite where the decay is at its bound.
+        score = score + jnp.where(mask, pairs, 0)
     inverse, score_q = invert_unit_lower(score[..., :size, :]), score[..., size:, :]
     carried = _dot("bhtk,bhkv->bhtv", _rows(tokens, decay.from_start), state)
     correction = _dot("bhts,bhsv->bhtv", inverse, tokens.v - carried[..., :size, :])
@@ -117,18 +116,14 @@ def chunk_forward(
 
 
 def chunk_backward(
-    residuals: Residuals, d_output: jax.Array, d_new_state: jax.Array, d_running_end: jax.Array
-) -> tuple[Tokens, jax.Array, jax.Array]:
+    residuals: Residuals, d_output: jax.Array, d_new_state: jax.Array
+) -> tuple[Tokens, jax.Array]:
     """Return the gradients of the tokens and of the state that enters the chunk.
 
     Args:
         residuals: as `chunk_forward` returns them.
         d_output: [B, H, C, V].
         d_new_state: [B, H, K, V].
-        d_running_end: [B, H, K], `sum_v S' dS'` of the state that leaves the chunk.
-
-    Returns:
-        (gradients of the tokens, of the state, and `sum_v S dS` of the state that enters).
     """
     tokens, state, decay, masks, correction, inverse, score_q = residuals
     size = tokens.k.shape[-2]
@@ -141,29 +136,36 @@ def chunk_backward(
     d_state += _dot("bhtk,bhtv->bhkv", _rows(tokens, decay.from_start), d_carried)
     d_score = _dot("bhtv,bhsv->bhts", d_carried, correction)
 
-    d_rows = _twice(decay.from_start) * _dot("bhtv,bhkv->bhtk", d_carried, state)
-    d_keys = decay.to_end * _dot("bhtv,bhkv->bhtk", correction, d_new_state)
-    for (row_factor, key_factor, _), mask in zip(decay.levels, masks, strict=True):
-        level = jnp.where(mask, d_score, 0)
-        d_rows += _twice(row_factor) * _dot("bhts,bhsk->bhtk", level, keys * key_factor)
-        d_keys += key_factor * _dot("bhts,bhtk->bhsk", level, _rows(tokens, row_factor))
+    def through_rows(d_scaled, factor):
+        """Return the gradients of k and q, and array times gradient, summed over both."""
+        d_k, d_q = d_scaled[..., :size, :] * factor, d_scaled[..., size:, :] * factor
+        return d_k, d_q, tokens.k * d_k + tokens.q * d_q
 
-    d_k, d_q = d_rows[..., :size, :], d_rows[..., size:, :]
-    d_running = tokens.k * d_k + tokens.q * d_q - keys * d_keys
-    d_log_decay = lower_triangle_product(d_running, reverse=True) + d_running_end[..., None, :]
-    d_running_start = d_log_decay[..., 0, :]
-    # Where the decay is 0 so is its gradient; what rounding leaves of the sums that cancel would
-    # later be multiplied by the log decay, which may be huge.
-    tiny = float(np.log(jnp.finfo(d_log_decay.dtype).tiny))
+    d_k, d_q, exponent_rows = through_rows(
+        _dot("bhtv,bhkv->bhtk", d_carried, state), decay.from_start
+    )
+    d_keys = decay.to_end * _dot("bhtv,bhkv->bhtk", correction, d_new_state)
+    exponents = [(np.tri(size), exponent_rows), (np.tri(size, k=-1).T, keys * d_keys)]
+    for level, mask in zip(decay.levels, masks, strict=True):
+        d_pairs = jnp.where(mask, d_score, 0)
+        level_k, level_q, exponent_rows = through_rows(
+            _dot("bhts,bhsk->bhtk", d_pairs, keys * level.key_factor), level.row_factor
+        )
+        level_keys = level.key_factor * _dot(
+            "bhts,bhtk->bhsk", d_pairs, _rows(tokens, level.row_factor)
+        )
+        d_k, d_q, d_keys = d_k + level_k, d_q + level_q, d_keys + level_keys
+        if level.reach.any():  # a token on itself meets no decay
+            exponents.append((level.reach, exponent_rows + level.key_sign * (keys * level_keys)))
+
+    reaches, d_exponents = zip(*exponents, strict=True)
+    d_log_decay = matrix_product(np.concatenate(reaches).T, jnp.concatenate(d_exponents, axis=-2))
+    d_total = decay.total * _dot("bhkv,bhkv->bhk", state, d_new_state)
     d_tokens = Tokens(
         q=d_q,
         k=d_k + tokens.beta[..., None] * d_keys,
         v=d_v,
-        log_decay=jnp.where(tokens.log_decay < tiny, 0, d_log_decay),
+        log_decay=d_log_decay + d_total[..., None, :],
         beta=_dot("bhtk,bhtk->bht", tokens.k, d_keys),
     )
-    return d_tokens, d_state, d_running_start
-
-
-def _twice(factor: jax.Array) -> jax.Array:
-    return jnp.concatenate([factor, factor], axis=-2)
+    return d_tokens, d_state

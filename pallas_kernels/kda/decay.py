@@ -2,8 +2,8 @@
 
 With `G` the running sum of the log decay, the score of token t on an earlier token s of the same
 tile is `sum_c x_tc exp(G_tc - G_sc) k_sc`. To be a matrix product the exponential must be split
-into a factor of t and a factor of s. A split is a *level*: `(row_factor, key_factor, mask)`, and
-the score is the sum over levels of `mask * ((x row_factor) (k key_factor)^T)`.
+into a factor of t and a factor of s. A split is a level, and the score is the sum over levels of
+`mask * ((x row_factor) (k key_factor)^T)`.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 
+class Level(NamedTuple):
+    """One split of the decay between pairs of tokens."""
+
+    row_factor: jax.Array  # [..., C, K], exp(reach @ log_decay)
+    key_factor: jax.Array  # [..., C, K], exp(key_sign * reach @ log_decay)
+    mask: np.ndarray  # [C, C] bool, the pairs (t, s) that the split is right for
+    reach: np.ndarray  # [C, C], which log decays are in the exponent of each row
+    key_sign: int
+
+
 class Decay(NamedTuple):
     """Decay factors of one tile; arrays [..., C, K]."""
 
-    levels: list  # of (row_factor, key_factor, mask [C, C] bool)
+    levels: list[Level]
     from_start: jax.Array  # from the start of the tile up to and including the token
     to_end: jax.Array  # after the token to the end of the tile
     total: jax.Array  # [..., K], over the whole tile
@@ -32,14 +42,15 @@ def bounded_decay(log_decay: jax.Array) -> Decay:
         log_decay: [..., C, K].
     """
     size = log_decay.shape[-2]
-    # A product with a triangle of ones: faster than a cumulative sum over few rows.
-    running = lower_triangle_product(log_decay)
+    triangle = np.tri(size)
+    # Faster than a cumulative sum over few rows.
+    running = matrix_product(triangle, log_decay)
     middle, last = running[..., size // 2 : size // 2 + 1, :], running[..., -1:, :]
     row_factor = jnp.exp(running - middle)
     key_factor = 1 / row_factor
     to_middle, after_middle = jnp.exp(middle), jnp.exp(last - middle)
     return Decay(
-        levels=[(row_factor, key_factor, np.tril(np.ones((size, size), bool)))],
+        levels=[Level(row_factor, key_factor, triangle > 0, triangle - triangle[size // 2], -1)],
         from_start=row_factor * to_middle,
         to_end=key_factor * after_middle,
         total=(to_middle * after_middle)[..., 0, :],
@@ -61,7 +72,7 @@ def unbounded_decay(log_decay: jax.Array) -> Decay:
     index = np.arange(size)
     decay = jnp.exp(log_decay)
     one = jnp.ones_like(decay)
-    levels = [(one, one, np.eye(size, dtype=bool))]
+    levels = [Level(one, one, np.eye(size, dtype=bool), np.zeros((size, size)), 1)]
     # Within blocks of `block` rows: decay from the block's start to each row, after each row to the
     # block's end, and over the whole block ([..., C / block, K]).
     from_start, to_end, total = decay, one, decay
@@ -72,8 +83,11 @@ def unbounded_decay(log_decay: jax.Array) -> Decay:
         total_earlier, total_later = _pairs(total, 1)
         factor = _join(end_earlier, start_later)
         number = index // block
-        mask = (number[:, None] % 2 == 1) & (number[None] == number[:, None] - 1)
-        levels.append((factor, factor, mask))
+        later = number[:, None] % 2 == 1
+        mask = later & (number[None] == number[:, None] - 1)
+        order = index[:, None] - index[None]
+        reach = (number[:, None] == number[None]) & np.where(later, order >= 0, order < 0)
+        levels.append(Level(factor, factor, mask, reach, 1))
         from_start = _join(start_earlier, start_later * total_earlier)
         to_end = _join(end_earlier * total_later, end_later)
         total = (total_earlier * total_later)[..., 0, :]
@@ -93,10 +107,7 @@ def _join(earlier: jax.Array, later: jax.Array) -> jax.Array:
     return paired.reshape(*paired.shape[:-4], -1, paired.shape[-1])
 
 
-def lower_triangle_product(x: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """Sum [..., C, K] over the rows up to each row; from each row on when `reverse`."""
-    size = x.shape[-2]
-    triangle = np.tril(np.ones((size, size)))
-    triangle = jnp.asarray(triangle.T if reverse else triangle, x.dtype)
-    triangle = jnp.broadcast_to(triangle, (*x.shape[:-2], size, size))
-    return jnp.matmul(triangle, x, precision=jax.lax.Precision.HIGHEST)
+def matrix_product(matrix: np.ndarray, x: jax.Array) -> jax.Array:
+    """Multiply a constant matrix [R, C] with x [..., C, K]."""
+    batch = jnp.broadcast_to(jnp.asarray(matrix, x.dtype), (*x.shape[:-2], *matrix.shape))
+    return jnp.matmul(batch, x, precision=jax.lax.Precision.HIGHEST)

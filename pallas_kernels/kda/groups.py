@@ -85,15 +85,9 @@ def _run_backward(scale, schedule, residuals, cotangents):
         d_group = _slice(d_output, group, schedule).astype(d_states.dtype)
         d_group = _absent_as_zero(d_group, layout, group, schedule)
         d_group = _split(d_group, schedule)
-        # Taken anew from the states for each group, so that rounding does not add up over all.
-        d_running = jnp.einsum(
-            "bhkv,bhkv->bhk", state, d_state, precision=jax.lax.Precision.HIGHEST
-        )
         d_tokens = [None] * schedule.group
         for index in reversed(range(schedule.group)):
-            d_tokens[index], d_state, d_running = chunk_backward(
-                chunks[index], d_group[index], d_state, d_running
-            )
+            d_tokens[index], d_state = chunk_backward(chunks[index], d_group[index], d_state)
         d_arrays = [
             jnp.concatenate([jnp.moveaxis(x, 1, 2) for x in chunks], axis=1)
             for chunks in zip(*d_tokens, strict=True)
