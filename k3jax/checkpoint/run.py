@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 DIGESTS = "digests.json"
+STATE, POSITION = "state", "position"  # the two items of a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +49,6 @@ class RunCheckpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each save at INFO/WARNING
         self._manager = ocp.CheckpointManager(
             self.folder,
-            # Named handlers: the stored arrays can be described before anything is restored.
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "position": ocp.JsonCheckpointHandler(),
-            },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, cleanup_tmp_directories=True, create=True
             ),
@@ -75,7 +72,7 @@ class RunCheckpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(tree), position=ocp.args.JsonSave(position)
+                **{STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(position)}
             ),
         )
         self._undigested = step
@@ -109,32 +106,14 @@ class RunCheckpoints:
         """Committed steps on disk, ascending."""
         return stored_steps(self.folder)
 
-    def restore_latest(self, abstract: dict, report) -> Restored | None:
-        """Newest checkpoint that is whole, with the shapes, types and shardings of `abstract`.
+    def restore_latest(self, abstract: dict, report: Callable[[str], None]) -> Restored | None:
+        """`read_latest`, with damaged checkpoints moved to `checkpoints_rejected/`."""
 
-        Damaged ones are moved aside; `report(text)` is called for each. None when there is none.
-
-        Raises:
-            ValueError: a whole checkpoint holds other arrays than `abstract`.
-        """
-        for step in reversed(self.steps()):
-            folder = self.folder / str(step)
-            problem = find_damage(folder)
-            if problem is None:
-                _check_same_arrays(self._manager.item_metadata(step).state, abstract, folder)
-                restored = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()
-                    ),
-                )
-                return Restored(step, restored.state, restored.position)
+        def set_aside(text: str, step: int) -> None:
             self.reject(step)
-            report(
-                f"checkpoint {step} is damaged ({problem}); moved to {self.rejected_folder}/{step},"
-                " trying the one before"
-            )
-        return None
+            report(f"{text}; moved to {self.rejected_folder / str(step)}")
+
+        return read_latest(self.folder, abstract, report, set_aside)
 
     def reject(self, step: int) -> None:
         """Move a checkpoint aside, so that its step can be written again."""
@@ -145,18 +124,48 @@ class RunCheckpoints:
         self._manager.reload()
 
 
+def read_latest(
+    folder: Path,
+    abstract: dict,
+    report: Callable[[str], None],
+    set_aside: Callable[[str, int], None] | None = None,
+) -> Restored | None:
+    """Newest checkpoint that is whole, with the shapes, types and shardings of `abstract`.
+
+    Args:
+        folder: `checkpoints/` of a run, which may be in training: nothing is changed.
+        abstract: nested dictionary of names -> abstract arrays with shardings.
+        report: told about each damaged checkpoint passed over.
+        set_aside: takes the place of `report`; called with the text and the step.
+
+    Returns:
+        None when there is no whole checkpoint.
+
+    Raises:
+        ValueError: a whole checkpoint holds other arrays than `abstract`.
+    """
+    for step in reversed(stored_steps(folder)):
+        checkpoint = Path(folder).absolute() / str(step)
+        problem = find_damage(checkpoint)
+        if problem is not None:
+            text = f"checkpoint {step} is damaged ({problem}), trying the one before"
+            if set_aside is None:
+                report(text)
+            else:
+                set_aside(text, step)
+            continue
+        with ocp.StandardCheckpointer() as reader:
+            stored = reader.metadata(checkpoint / STATE).item_metadata.tree
+            _check_same_arrays(stored, abstract, checkpoint)
+            tree = reader.restore(checkpoint / STATE, abstract)
+        position = json.loads((checkpoint / POSITION / "metadata").read_text())
+        return Restored(step, tree, position)
+    return None
+
+
 def stored_steps(folder: Path) -> list[int]:
     """Step numbers of the checkpoint folders in `folder`, ascending."""
     return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit())
-
-
-def read_position(folder: Path) -> dict | None:
-    """The JSON position of the newest whole checkpoint, without reading arrays."""
-    for step in reversed(stored_steps(folder)):
-        checkpoint = Path(folder).absolute() / str(step)
-        if find_damage(checkpoint) is None:
-            return json.loads((checkpoint / "position" / "metadata").read_text())
-    return None
 
 
 def write_digests(folder: Path) -> None:

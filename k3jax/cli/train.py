@@ -1,7 +1,6 @@
 """`k3jax train`: start a run."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tyro
 
@@ -21,39 +20,25 @@ def main(arguments: Sequence[str]) -> int:
         default=preset(model),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    from k3jax.train.loop import new_trainer
+    from k3jax.train import job
 
-    return run_to_end(new_trainer(config, say), config)
-
-
-def say(text: str) -> None:
-    """A line for the person watching."""
-    print(text, file=sys.stderr, flush=True)
+    return run_job(lambda console: job.train(config, console))
 
 
-def run_to_end(trainer, config: TrainConfig) -> int:
-    """Train, measure, draw and say what came out; shared with `k3jax resume`."""
-    from k3jax.train.loop import STOPPED
-    from k3jax.train.report import write_plots, write_report, write_samples
+def run_job(job: Callable) -> int:
+    """Run a training job with a console; an early end becomes its exit status.
 
-    run = trainer.run
-    say(f"run directory: {run.path}")
+    Returns:
+        0; 143 after SIGTERM and 130 after SIGINT (saved); 3 when training diverged.
+    """
+    from rich.console import Console
+
+    from k3jax.train.stopping import Diverged, Interrupted
+
+    console = Console()
     try:
-        if not trainer.train():
-            say(f"stopped at step {int(trainer.state.step)}; continue: k3jax resume {run.path}")
-            return STOPPED
-        table = trainer.final_evaluation()
-        model = trainer.model()
-        text = write_samples(run, model, config.evaluation.sample_bytes, config.seed)
-        plots = write_plots(run, model, trainer.held_out.rows[0]["tokens"][None])
-        write_report(run, table, plots)
-    finally:
-        trainer.checkpoints.close()
-        run.close()
-    print(text)
-    print("held-out bits per byte (lower is better)")
-    for name, bits in table.items():
-        print(f"  {name:8s} {bits:6.3f}")
-    print(f"report: {run.report_file}")
-    print(f"next: k3jax generate {run.path} --prompt 'def '   |   k3jax train tiny --steps 1000")
+        job(console)
+    except (Interrupted, Diverged) as end:
+        console.print(f"[bold]{type(end).__name__.lower()}[/]: {end}", highlight=False)
+        return end.exit_code
     return 0

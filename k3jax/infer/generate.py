@@ -83,7 +83,7 @@ def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
     return jnp.where(temperature > 0, sampled, greedy).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens",), donate_argnames=("caches",))
+@functools.partial(jax.jit, static_argnames=("max_new_tokens",))
 def _continue(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
     batch = logits.shape[0]
     pad = model.cfg.pad_id or 0

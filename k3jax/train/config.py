@@ -7,7 +7,7 @@ import typing
 from k3jax.errors import UserError
 
 # What `k3jax resume` may change: nothing that alters what has been computed so far.
-RESUMABLE = ("steps", "max_skipped", "checkpoint.", "evaluation.")
+RESUMABLE = ("steps", "max_skipped", "profile", "checkpoint.", "evaluation.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,8 @@ class TrainConfig:
     """Seed of initial weights, order of the data, and samples."""
     max_skipped: int = 10
     """Stop after this many steps in a row with a non-finite loss or gradient."""
+    profile: int = 0
+    """Record a profile of this many steps, after two steps of warm-up."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -121,6 +123,8 @@ class TrainConfig:
             raise UserError(
                 f"batch={self.batch} must be divisible by micro_batches={self.micro_batches}"
             )
+        if self.profile < 0:
+            raise UserError(f"profile={self.profile} must be 0 (off) or a number of steps")
         if self.name is not None and (not self.name or "/" in self.name or self.name[0] == "."):
             raise UserError(f"name={self.name!r} must be a folder name; --runs takes a path")
 

@@ -1,202 +1,263 @@
-"""The training loop: steps, evaluations, checkpoints, and a clean end whatever ends it."""
+"""The training loop of one run: compile, step, measure, save, stop cleanly."""
 
-import signal
+import math
 import time
-from collections.abc import Callable
 
 import jax
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
 
 from k3jax.checkpoint.run import RunCheckpoints
-from k3jax.data.corpus import Corpus, load_corpus
+from k3jax.config import K3Config
 from k3jax.data.loader import Loader
-from k3jax.data.packing import PackedRows
 from k3jax.errors import UserError
-from k3jax.train.config import TrainConfig, resolve_model
-from k3jax.train.evaluation import HeldOut
+from k3jax.train import config as train_config
+from k3jax.train.config import TrainConfig
+from k3jax.train.data import TrainingData
+from k3jax.train.evaluation import HeldOut, HeldOutResult
 from k3jax.train.metrics import MetricsLog, cut_metrics
+from k3jax.train.progress import ProgressView, Stopwatch
 from k3jax.train.run_directory import RunDirectory
 from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
 from k3jax.train.step import make_evaluation_step, make_train_step
-
-STOPPED = 143  # exit status after SIGTERM, as a shell would report it
-
-
-class NonFiniteError(UserError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+from k3jax.train.stopping import Diverged, Interrupted, StopRequest, diagnose
 
 
 class Trainer:
-    """One run, new or continued.
+    """One run from its present state to its last step.
 
     Args:
+        run: its directory.
         config: what to do.
-        run: where to write; its config.json exists.
-        corpus: the text.
-        say: prints a line for a person.
+        model_config: the model.
+        data: what to train on and what to measure on.
+        console: where to print.
+        watch: times the phases.
     """
 
     def __init__(
-        self, config: TrainConfig, run: RunDirectory, corpus: Corpus, say: Callable[[str], None]
+        self,
+        run: RunDirectory,
+        config: TrainConfig,
+        model_config: K3Config,
+        data: TrainingData,
+        console: Console,
+        watch: Stopwatch,
     ):
-        self.config, self.run, self.corpus, self.say = config, run, corpus, say
-        self.parts = ModelParts(run.model_config())
+        self.run, self.config, self.console, self.watch = run, config, console, watch
+        self.model_config, self.data = model_config, data
+        self.loader = Loader(data.train, batch=config.batch, seed=config.seed)
+        self.held_out = HeldOut(data.held_out, config.batch)
+        self.parts = ModelParts(model_config)
         step, self.optimizer = make_train_step(self.parts, config)
-        self.step = jax.jit(step, donate_argnums=0)
-        self.evaluation_step = jax.jit(make_evaluation_step(self.parts))
-        rows = PackedRows(corpus.train, config.length, config.seed)
-        self.loader = Loader(rows, batch=config.batch, seed=config.seed)
-        self.held_out = HeldOut(PackedRows(corpus.held_out, config.length), config.batch)
+        self._step = jax.jit(step, donate_argnums=0)
+        self._evaluate = jax.jit(make_evaluation_step(self.parts))
+        self.abstract = with_sharding(
+            self.parts.abstract_state(self.optimizer),
+            jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        )
         self.checkpoints = RunCheckpoints(run.checkpoints, keep=config.checkpoint.keep)
         self.state = None
-        self._stop = False
+        self.step_number = 0  # steps whose work has been started
+        self.metrics: MetricsLog | None = None
+        self._pending: tuple[int, dict] | None = None
+        self._last_good = 0
+        self._clock = 0.0
 
-    def start(self) -> None:
-        """Begin at step 0."""
-        self.state = self.parts.fresh_state(self.optimizer, self.config.seed)
+    # What a checkpoint must agree on with the run that reads it.
+    def _identity(self) -> dict:
+        train = train_config.to_dict(self.config)
+        for name in ("checkpoint", "evaluation", "steps", "max_skipped", "profile"):
+            del train[name]
+        for name in ("name", "runs", "overwrite"):  # a run directory may be moved
+            del train[name]
+        return {
+            "train": train,
+            "model": self.model_config.to_hf(),
+            "corpus": self.data.corpus.digest,
+        }
 
-    def restore(self) -> int:
-        """Begin at the newest whole checkpoint; the step it holds.
+    def start(self, *, resume: bool) -> None:
+        """Fresh state, or that of the newest whole checkpoint with the metrics cut back to it.
 
         Raises:
-            UserError: no checkpoint can be used, or it belongs to another text.
+            UserError: the checkpoint belongs to another configuration.
         """
-        abstract = self.parts.abstract_state(self.optimizer)
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        tree = with_sharding(to_tree(abstract), sharding)
-        try:
-            found = self.checkpoints.restore_latest(tree, lambda text: self.say(f"WARNING: {text}"))
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if found is None:
-            raise UserError(f"{self.run.checkpoints} holds no usable checkpoint; start a new run")
-        if found.position["corpus"] != self.corpus.digest:
-            raise UserError(
-                "the text has changed since this run began (another Python, or edited files); "
-                "restore it or start a new run"
-            )
-        self.state = from_tree(found.tree, abstract)
-        self.loader.set_state(found.position["loader"])
-        cut_metrics(self.run.metrics_file, found.step)
-        return found.step
+        restored = None
+        if resume:
+            try:
+                restored = self.checkpoints.restore_latest(to_tree(self.abstract), self._warn)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+        if restored is None:
+            if resume:
+                self._warn("no whole checkpoint: starting again from step 0")
+            self.state = self.parts.fresh_state(self.optimizer, self.config.seed)
+        else:
+            check_identity(restored.position["identity"], self._identity(), self.run.path)
+            self.state = from_tree(restored.tree, self.abstract)
+            self.loader.set_state(restored.position["data"])
+            self.step_number = restored.step
+            self._last_good = restored.step - int(self.state.skipped_in_row)
+            self.console.print(f"continuing from the checkpoint of step {restored.step}")
+        if self.step_number > self.config.steps:
+            raise UserError(f"steps={self.config.steps} is below the {self.step_number} steps done")
+        if resume:
+            cut_metrics(self.run.metrics_file, self.step_number)
+        self.metrics = MetricsLog(self.run.metrics_file)
 
-    def train(self) -> bool:
-        """Run to the last step; False when a signal ended it earlier (the state is saved)."""
-        done, log = int(self.state.step), MetricsLog(self.run.metrics_file)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            with Progress(*columns) as progress:
-                task = progress.add_task("compiling", total=self.config.steps, completed=done)
-                while done < self.config.steps and not self._stop:
-                    begin = time.perf_counter()
-                    batch = next(self.loader)
-                    self.state, metrics = self.step(
-                        self.state, batch["tokens"], batch["segment_ids"]
-                    )
-                    metrics = jax.device_get(metrics)
-                    done += 1
-                    seconds = time.perf_counter() - begin
-                    self._record(log, done, metrics, seconds)
-                    progress.update(task, completed=done, description=_line(metrics, self, seconds))
-                    self._check_finite(done, metrics)
-                    every = self.config.evaluation.every
-                    if every and done % every == 0 and done < self.config.steps:
-                        self._evaluate(log, done)
-                    if done % self.config.checkpoint.every == 0:
-                        self.save(done)
-                    self.checkpoints.poll()
-            if done not in self.checkpoints.steps():
-                self.save(done)
+    def compile(self) -> None:
+        """Compile the step before the first one runs, so that its time is known apart."""
+        row = jax.ShapeDtypeStruct((self.config.batch, self.config.length), np.int32)
+        self._step = self._step.lower(self.abstract, row, row).compile()
+
+    @property
+    def compiled_step(self):
+        """The compiled step (`compile` first): its text and cost analysis serve the profile."""
+        return self._step
+
+    def fit(self) -> None:
+        """Train up to the last step.
+
+        Raises:
+            Interrupted: a signal arrived; the state is saved.
+            Diverged: too many non-finite steps in a row.
+        """
+        every, steps = self.config.evaluation.every, self.config.steps
+        first = self.step_number
+        self._clock = time.perf_counter()
+        with StopRequest() as stop, ProgressView(self.console, first, steps) as view:
+            for number in range(first + 1, steps + 1):
+                self.advance(view)
+                if every and number % every == 0 and number < steps:
+                    self._drain(view)
+                    self._measure(number)
+                if stop.signum is not None:
+                    self._drain(view)
+                    self.save(wait=True)
+                    raise Interrupted(stop.signum, number, f"k3jax resume {self.run.path}")
+                if number % self.config.checkpoint.every == 0 or number == steps:
+                    self._drain(view)
+                    self.watch.enter("checkpoints")
+                    self.save(wait=number == steps)
+                    self.watch.enter("training")
+                    self._clock = time.perf_counter()
+                self.checkpoints.poll()
+            self._drain(view)
+
+    def advance(self, view: ProgressView | None = None) -> None:
+        """Start one step; its metrics are read while the next one runs."""
+        batch = next(self.loader)
+        self.state, metrics = self._step(self.state, batch["tokens"], batch["segment_ids"])
+        self.step_number += 1
+        previous, self._pending = self._pending, (self.step_number, metrics)
+        if previous is not None:
+            self._record(*previous, view)
+
+    def save(self, *, wait: bool) -> None:
+        """Write a checkpoint of the present state, unless this step has one."""
+        if self.step_number not in self.checkpoints.steps():
+            position = {"data": self.loader.get_state(), "identity": self._identity()}
+            self.checkpoints.save(self.step_number, to_tree(self.state), position)
+        if wait:
             self.checkpoints.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            log.close()
-        return not self._stop
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint in the background."""
-        position = {"loader": self.loader.get_state(), "corpus": self.corpus.digest}
-        self.checkpoints.save(step, to_tree(self.state), position)
-
-    def final_evaluation(self) -> dict[str, float]:
-        """Held-out bits per byte of the model and of the count baselines, on the same bytes."""
-        size = self.config.evaluation.final_num_bytes
-        result = self.held_out.evaluate(
-            self.evaluation_step, self.state.params, self.state.rest, size
-        )
-        table = {"model": result.bits_per_byte}
-        table |= self.held_out.baselines(self.corpus.train, size)
-        log = MetricsLog(self.run.metrics_file)
-        counts = None if result.expert_counts is None else result.expert_counts.tolist()
-        log.write(
-            "final", int(self.state.step), num_bytes=result.num_bytes, expert_counts=counts, **table
-        )
-        log.close()
-        return table
+    def evaluate(self, num_bytes: int) -> HeldOutResult:
+        """Held-out bits per byte of the present parameters; 0 takes all held-out text."""
+        return self.held_out.evaluate(self._evaluate, self.state.params, self.state.rest, num_bytes)
 
     def model(self):
-        """The model as it stands."""
+        """The model with the present parameters."""
         return self.parts.join(self.state.params, self.state.rest)
 
-    def _on_signal(self, number, frame) -> None:
-        if self._stop:
-            raise KeyboardInterrupt
-        self._stop = True
+    def close(self) -> None:
+        """Finish writing and release files."""
+        self.checkpoints.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
-    def _record(self, log: MetricsLog, step: int, metrics: dict, seconds: float) -> None:
-        values = {
-            "loss": float(metrics["loss"]),
-            "bits_per_token": float(metrics["loss"] / np.log(2)),
-            "grad_norm": float(metrics["grad_norm"]),
-            "lr": float(metrics["lr"]),
-            "skipped": int(metrics["skipped"]),
-            "step_seconds": seconds,
+    def _drain(self, view: ProgressView | None) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._record(*pending, view)
+
+    def _record(self, number: int, metrics: dict, view: ProgressView | None) -> None:
+        values = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        loss, in_row = float(values["loss"]), int(values["skipped_in_row"])
+        record = {
+            "loss": loss if math.isfinite(loss) else None,
+            "bits_per_target": loss / math.log(2),
+            "targets": int(values["targets"]),
+            "grad_norm": float(values["grad_norm"]),
+            "lr": float(values["lr"]),
+            "skipped": int(values["skipped"]),
+        }
+        if "overload" in values:
+            record |= {
+                "overload": [round(float(x), 4) for x in values["overload"]],
+                "router_bias_min": float(values["router_bias_min"]),
+                "router_bias_max": float(values["router_bias_max"]),
+            }
+        record |= {
+            "step_seconds": round(seconds, 6),
             "tokens_per_second": self.config.batch * self.config.length / seconds,
         }
-        if "overload" in metrics:
-            values["overload"] = [float(v) for v in metrics["overload"]]
-            values["router_bias"] = [
-                float(metrics["router_bias_min"]),
-                float(metrics["router_bias_max"]),
-            ]
-        log.write("train", step, **values)
-
-    def _evaluate(self, log: MetricsLog, step: int) -> None:
-        result = self.held_out.evaluate(
-            self.evaluation_step,
-            self.state.params,
-            self.state.rest,
-            self.config.evaluation.num_bytes,
-        )
-        log.write("evaluation", step, bits_per_byte=result.bits_per_byte)
-
-    def _check_finite(self, step: int, metrics: dict) -> None:
-        if int(metrics["skipped_in_row"]) < self.config.max_skipped:
+        self.metrics.write("train", number, **record)
+        if view is not None:
+            view.update(number, record)
+        if in_row == 0:
+            self._last_good = number
             return
-        bad = [n for n, ok in zip(self.parts.param_names, metrics["finite_gradient"]) if not ok]
-        raise NonFiniteError(
-            f"{self.config.max_skipped} steps in a row had a non-finite loss or gradient, up to "
-            f"step {step} (loss {float(metrics['loss'])}); non-finite gradients: "
-            f"{', '.join(bad[:5]) or 'none'}{' ...' if len(bad) > 5 else ''}. The last good state "
-            "is in the checkpoints. Try a lower --optimizer.peak-lr or a longer warm-up"
+        flags = zip(self.parts.param_names, values["finite_gradient"], strict=True)
+        broken = [name for name, finite in flags if not finite]
+        self._warn(f"step {number} is not finite (loss {loss}, {len(broken)} gradients): skipped")
+        if in_row >= self.config.max_skipped:
+            raise Diverged(diagnose(broken, loss, number, self._last_good, in_row))
+
+    def _measure(self, number: int) -> None:
+        self.watch.enter("held-out checks")
+        result = self.evaluate(self.config.evaluation.num_bytes)
+        self.metrics.write(
+            "evaluation",
+            number,
+            held_out_bits_per_byte=result.bits_per_byte,
+            held_out_bytes=result.num_bytes,
         )
+        self.console.print(
+            f"step {number}: held-out {result.bits_per_byte:.3f} bits per byte "
+            f"({result.num_bytes:,} bytes)",
+            highlight=False,
+        )
+        self.watch.enter("training")
+        self._clock = time.perf_counter()
+
+    def _warn(self, text: str) -> None:
+        self.console.print(f"[bold red]warning:[/] {text}", highlight=False)
 
 
-def _line(metrics: dict, trainer: Trainer, seconds: float) -> str:
-    rate = trainer.config.batch * trainer.config.length / seconds
-    load = f"  load +{float(np.max(metrics['overload'])):.0%}" if "overload" in metrics else ""
-    return f"loss {float(metrics['loss']):.3f}  {rate:,.0f} tokens/s{load}"
+def check_identity(stored: dict, present: dict, path) -> None:
+    """Compare what a checkpoint was trained with and what the run says.
 
+    Raises:
+        UserError: they differ; the first differing entry is named.
+    """
 
-def new_trainer(config: TrainConfig, say: Callable[[str], None]) -> Trainer:
-    """Check everything that can be checked, then create the run directory and start."""
-    model = resolve_model(config.model)
-    corpus = load_corpus(config.data.path, held_out_fraction=config.data.held_out_fraction)
-    run = RunDirectory.create(config, model, corpus.summary())
-    trainer = Trainer(config, run, corpus, say)
-    trainer.start()
-    trainer.save(0)
-    return trainer
+    def flat(values, prefix=""):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value
+
+    old, new = dict(flat(stored)), dict(flat(present))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            hint = ""
+            if name == "corpus":
+                hint = ": the text changed since (another Python version, or edited files)"
+            raise UserError(
+                f"{path} holds checkpoints of another configuration: {name} was "
+                f"{old.get(name)!r}, is {new.get(name)!r}{hint}"
+            )

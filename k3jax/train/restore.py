@@ -1,0 +1,36 @@
+"""A run's model, for use after or during training."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from k3jax.checkpoint.run import read_latest
+from k3jax.errors import UserError
+from k3jax.train.optimizer import adamw
+from k3jax.train.run_directory import RunDirectory
+from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
+
+
+def load_run(path: str | Path, report: Callable[[str], None]):
+    """The model of a run's newest whole checkpoint. Changes nothing on disk.
+
+    Args:
+        path: run directory; it may be in training.
+        report: told about each damaged checkpoint that was passed over.
+
+    Raises:
+        UserError: no run, or no usable checkpoint.
+    """
+    run = RunDirectory(Path(path))
+    parts = ModelParts(run.model_config())
+    abstract = parts.abstract_state(adamw(run.train_config().optimizer, parts.param_names))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        found = read_latest(run.checkpoints, with_sharding(to_tree(abstract), sharding), report)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if found is None:
+        raise UserError(f"{run.checkpoints} holds no usable checkpoint yet")
+    state = from_tree(found.tree, abstract)
+    return parts.join(state.params, state.rest)

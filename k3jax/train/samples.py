@@ -1,0 +1,56 @@
+"""Text that a trained model writes."""
+
+import jax
+import numpy as np
+
+from k3jax.data.bytes import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, decode, encode
+from k3jax.infer.generate import generate
+from k3jax.train.run_directory import RunDirectory
+
+PROMPTS = ("import ", "def ", "class ", '"""')
+
+
+def continue_prompts(
+    model, prompts, *, num_bytes: int, temperature: float, top_p: float = 1.0, seed: int = 0
+) -> list[str]:
+    """What the model writes after each prompt, up to the end of a document.
+
+    Args:
+        model: a model with the byte vocabulary.
+        prompts: texts; each begins a document.
+        num_bytes: bytes to add at most.
+        temperature: see `k3jax.generate`.
+        top_p: see `k3jax.generate`.
+        seed: of the sampling.
+    """
+    ids = [np.concatenate([[BEGIN_OF_DOCUMENT], encode(prompt)]) for prompt in prompts]
+    width = max(map(len, ids))
+    tokens = np.zeros((len(ids), width), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for row, prompt in enumerate(ids):  # padded on the left
+        tokens[row, width - len(prompt) :] = prompt
+        segment_ids[row, width - len(prompt) :] = 1
+    new = generate(
+        model,
+        tokens,
+        segment_ids=segment_ids,
+        max_new_tokens=num_bytes,
+        temperature=temperature,
+        top_p=top_p,
+        key=jax.random.key(seed),
+        stop_ids=(END_OF_DOCUMENT,),
+    )
+    texts = []
+    for row in np.asarray(new):
+        ends = np.flatnonzero(row == END_OF_DOCUMENT)
+        texts.append(decode(row[: ends[0]] if ends.size else row))
+    return texts
+
+
+def write_samples(run: RunDirectory, model, num_bytes: int, seed: int) -> str:
+    """Continue a few openings into samples.txt; the text."""
+    texts = continue_prompts(model, PROMPTS, num_bytes=num_bytes, temperature=0.7, seed=seed)
+    blocks = [f"--- prompt {p!r}\n{p}{text}\n" for p, text in zip(PROMPTS, texts, strict=True)]
+    text = "\n".join(blocks)
+    run.samples_file.write_text(text)
+    return text

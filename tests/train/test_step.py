@@ -1,0 +1,110 @@
+"""One step: accumulation, skipping, balancing, learning."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.data.loader import Loader
+from k3jax.train.config import OptimizerConfig
+from k3jax.train.data import read_data
+from k3jax.train.state import ModelParts, from_tree, to_tree
+from k3jax.train.step import make_evaluation_step, make_train_step
+from tests.tolerances import assert_close
+from tests.train.conftest import micro_config, micro_model
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """(config, parts, compiled step, optimizer, batches)."""
+    config = micro_config(tmp_path_factory.mktemp("step"))
+    config = dataclasses.replace(
+        config, steps=40, optimizer=OptimizerConfig(peak_lr=1e-2, warmup_steps=5)
+    )
+    parts = ModelParts(micro_model())
+    step, optimizer = make_train_step(parts, config)
+    data = read_data(config, micro_model())
+    loader = Loader(data.train, batch=config.batch, seed=0)
+    return config, parts, jax.jit(step), optimizer, [next(loader) for _ in range(30)]
+
+
+def test_loss_decreases_and_biases_move(setting):
+    _, parts, step, optimizer, batches = setting
+    state = parts.fresh_state(optimizer, 0)
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch["tokens"], batch["segment_ids"])
+        losses.append(float(metrics["loss"]))
+    assert abs(losses[0] - np.log(512)) < 0.2
+    assert np.mean(losses[-5:]) < losses[0] - 1.5
+    assert int(state.step) == 30
+    (bias,) = state.rest.values()
+    assert np.abs(bias).max() > 0
+    assert abs(bias.sum()) < 1e-5
+    assert float(metrics["router_bias_max"]) == float(bias.max())
+
+
+def test_micro_batches_equal_one_batch(setting):
+    config, parts, step, optimizer, batches = setting
+    parted, _ = make_train_step(parts, dataclasses.replace(config, micro_batches=2))
+    batch = {key: value.copy() for key, value in batches[0].items()}
+    batch["segment_ids"][0, 5:] = 0  # parts with unequal numbers of targets
+    state = parts.fresh_state(optimizer, 0)
+    whole, expected = step(state, batch["tokens"], batch["segment_ids"])
+    added, metrics = jax.jit(parted)(state, batch["tokens"], batch["segment_ids"])
+    assert int(metrics["targets"]) == int(expected["targets"])
+    assert_close(metrics["loss"], expected["loss"])
+    assert_close(metrics["grad_norm"], expected["grad_norm"], gradient=True)
+    for name, bias in whole.rest.items():  # counts are integers: exactly equal
+        np.testing.assert_array_equal(added.rest[name], bias, err_msg=name)
+    found, wanted = (to_tree(s)["optimizer"]["1"]["mu"]["language"] for s in (added, whole))
+    jax.tree.map(lambda a, b: assert_close(a, b, gradient=True), found, wanted)
+
+
+def test_step_that_is_not_finite_changes_only_the_counters(setting):
+    _, parts, step, optimizer, batches = setting
+    state = parts.fresh_state(optimizer, 0)
+    bad = batches[0]["tokens"].copy()
+    bad[0, 3] = 100_000  # outside the vocabulary: NaN logits
+    after, metrics = step(state, bad, batches[0]["segment_ids"])
+    assert not bool(metrics["finite"])
+    assert not metrics["finite_gradient"].all()
+    assert [int(after.step), int(after.skipped), int(after.skipped_in_row)] == [1, 1, 1]
+    for part in ("params", "rest", "optimizer"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, part), getattr(state, part))
+    after, metrics = step(after, batches[0]["tokens"], batches[0]["segment_ids"])
+    assert bool(metrics["finite"])
+    assert [int(after.step), int(after.skipped), int(after.skipped_in_row)] == [2, 1, 0]
+
+
+def test_state_survives_the_tree_of_names(setting):
+    _, parts, _, optimizer, _ = setting
+    state = parts.fresh_state(optimizer, 0)
+    again = from_tree(to_tree(state), parts.abstract_state(optimizer))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_evaluation_counts_bytes_only(setting):
+    _, parts, _, optimizer, batches = setting
+    state = parts.fresh_state(optimizer, 0)
+    tokens, segment_ids = batches[0]["tokens"], batches[0]["segment_ids"]
+    evaluate = make_evaluation_step(parts)
+
+    @jax.jit
+    def both(*arguments):
+        return evaluate(*arguments), parts.join(*arguments[:2])(*arguments[2:])
+
+    result, logits = both(state.params, state.rest, tokens, segment_ids)
+    logits = np.asarray(logits, np.float64)
+    nats, targets = 0.0, 0
+    for row in range(len(tokens)):
+        for t in range(1, tokens.shape[1]):
+            same = segment_ids[row, t] == segment_ids[row, t - 1] > 0
+            if same and tokens[row, t] < 256:
+                scores = logits[row, t - 1]
+                nats += np.log(np.exp(scores).sum()) - scores[tokens[row, t]]
+                targets += 1
+    assert int(result["targets"]) == targets
+    assert_close(result["nats"], nats)
