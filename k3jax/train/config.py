@@ -18,7 +18,7 @@ class OptimizerConfig:
     """Learning rate at the end of the warm-up."""
     final_lr_fraction: float = 0.05
     """Learning rate at the last step, as a fraction of the peak."""
-    warmup_steps: int = 20
+    warmup_steps: int = 60
     """Steps of linear warm-up."""
     beta1: float = 0.9
     beta2: float = 0.95
@@ -92,9 +92,9 @@ class TrainConfig:
     """Folder of run directories."""
     overwrite: bool = False
     """Delete a run directory of the same name first."""
-    steps: int = 500
+    steps: int = 650
     """Optimizer steps."""
-    batch: int = 8
+    batch: int = 4
     """Rows per step, over all micro-batches and processes."""
     length: int = 512
     """Tokens per row."""
