@@ -1,11 +1,8 @@
 """Prefill and single-token decoding with caches."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
 from k3jax.errors import UserError
 from k3jax.model import debug
@@ -30,8 +27,8 @@ def prefill(
     Args:
         model: the model.
         tokens: [B, T] int32.
-        segment_ids: [B, T] int32, 0 = padding; each row is one document. Left padding is the
-            designed layout for rows of different lengths.
+        segment_ids: [B, T] int32, 0 = padding; each row is one document, whose pieces may carry
+            different ids. Left padding is the designed layout for rows of different lengths.
         caches: continue an earlier prefill (or decoding); None starts anew.
         max_length: columns of a new cache, padding included; default T + 256.
         last_only: logits of each row's last real token only.
@@ -44,29 +41,23 @@ def prefill(
             Under jit, where values are unknown, these give NaN logits and unchanged caches
             (and `checkify` errors with `K3JAX_DEBUG=1`).
     """
-    tokens = _as_tokens(tokens, 2)
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids, jnp.int32)
-        if segment_ids.shape != tokens.shape:
-            raise UserError(
-                f"segment_ids has shape {segment_ids.shape}, tokens {tokens.shape}; they must agree"
-            )
-    check_token_ids(tokens, model.cfg.vocab_size)
-    _check_one_segment(segment_ids)
+    tokens = as_tokens(tokens, 2, model.cfg.vocab_size)
+    batch, num_tokens = tokens.shape
+    segment_ids = as_one_segment(segment_ids, tokens)
     if caches is None:
         if max_length is None:
-            max_length = tokens.shape[1] + DEFAULT_ROOM
-        if tokens.shape[1] > max_length:
-            raise UserError(f"{tokens.shape[1]} tokens do not fit max_length={max_length}")
+            max_length = num_tokens + DEFAULT_ROOM
+        if num_tokens > max_length:
+            raise UserError(f"{num_tokens} tokens do not fit max_length={max_length}")
         dtype = model.language.embedding.dtype
-        caches = empty_caches(model.cfg, tokens.shape[0], max_length, dtype)
+        caches = empty_caches(model.cfg, batch, max_length, dtype)
     elif max_length is not None and max_length != caches.capacity:
         raise UserError(
             f"max_length={max_length} differs from the capacity {caches.capacity} of the caches "
             "given; a cache cannot grow, start a new one"
         )
     _check_room(caches, tokens)
-    return _call(_prefill, model, tokens, segment_ids, caches, last_only=last_only)
+    return _prefill(model, tokens, segment_ids, caches, last_only=last_only)
 
 
 def decode_step(model: K3, token: jax.Array, caches: Caches) -> tuple[jax.Array, Caches]:
@@ -83,10 +74,9 @@ def decode_step(model: K3, token: jax.Array, caches: Caches) -> tuple[jax.Array,
     Raises:
         UserError: as `prefill`.
     """
-    token = _as_tokens(token, 1)
-    check_token_ids(token, model.cfg.vocab_size)
+    token = as_tokens(token, 1, model.cfg.vocab_size)
     _check_room(caches, token[:, None])
-    return _call(_decode_step, model, token, caches)
+    return _decode_step(model, token, caches)
 
 
 def prefill_arrays(model: K3, tokens, segment_ids, caches: Caches, *, last_only: bool):
@@ -96,7 +86,7 @@ def prefill_arrays(model: K3, tokens, segment_ids, caches: Caches, *, last_only:
         last = jnp.full((tokens.shape[0],), tokens.shape[1] - 1)
         if segment_ids is not None:
             column = jnp.arange(tokens.shape[1])
-            last = jnp.maximum(jnp.where(segment_ids > 0, column, -1).max(-1), 0)
+            last = jnp.maximum(jnp.where(segment_ids != 0, column, -1).max(-1), 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         return model.logits(hidden, poison)[:, 0], caches
     return model.logits(hidden, poison), caches
@@ -108,43 +98,60 @@ def decode_arrays(model: K3, token: jax.Array, caches: Caches):
     return model.logits(hidden, poison)[:, 0], caches
 
 
-_prefill = functools.partial(jax.jit, static_argnames=("last_only",))(prefill_arrays)
-_decode_step = jax.jit(decode_arrays)
+_prefill = debug.compiled(prefill_arrays, static_argnames=("last_only",))
+_decode_step = debug.compiled(decode_arrays)
 
 
-def _call(function, *args, **static):
-    """Run a compiled function; with K3JAX_DEBUG=1 raise what its checks recorded."""
-    if not debug.is_enabled() or any(_is_traced(leaf) for leaf in jax.tree.leaves(args)):
-        return function(*args, **static)
-    checked = checkify.checkify(lambda *a: function(*a, **static), errors=checkify.user_checks)
-    error, result = checked(*args)
-    error.throw()
-    return result
+def as_tokens(tokens, rank: int, vocab_size: int) -> jax.Array:
+    """Tokens as int32, refused where they are not integers of this rank or a value is no id."""
+    tokens = _as_array(tokens)
+    if tokens.ndim != rank or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
+        wanted = "[B, T]" if rank == 2 else "[B]"
+        raise UserError(
+            f"tokens must be integers {wanted}, at least one, got {tokens.dtype} {tokens.shape}"
+        )
+    # Before the cast to int32, which could wrap a wrong id to a right one.
+    check_token_ids(tokens, vocab_size)
+    return jnp.asarray(tokens, jnp.int32)
 
 
-def check_token_ids(tokens: jax.Array, vocab_size: int) -> None:
+def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     """Refuse ids outside the vocabulary where values are concrete."""
     if _is_traced(tokens) or tokens.size == 0:
         return
-    low, high = int(tokens.min()), int(tokens.max())
+    # In numpy: constants of a function that is being traced have values, jnp results do not.
+    values = np.asarray(tokens)
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise UserError(f"token id {bad} lies outside 0..{vocab_size - 1}, the vocabulary")
 
 
-def _check_one_segment(segment_ids) -> None:
-    if segment_ids is None or _is_traced(segment_ids):
-        return
-    for row, ids in enumerate(np.asarray(segment_ids)):
-        found = np.unique(ids[ids != 0])
-        if found.size > 1 or (found < 0).any():
-            raise UserError(
-                f"row {row} holds segments {found.tolist()}; a row with a cache is one document "
-                "(segment ids 0 for padding and one positive number)"
-            )
+def as_one_segment(segment_ids, tokens: jax.Array) -> jax.Array | None:
+    """Segment ids as int32, refused where a row holds two segments or the shape is another."""
+    if segment_ids is None:
+        return None
+    segment_ids = _as_array(segment_ids)
+    is_integer = jnp.issubdtype(segment_ids.dtype, jnp.integer) or segment_ids.dtype == jnp.bool_
+    if segment_ids.shape != tokens.shape or not is_integer:
+        raise UserError(
+            f"segment_ids is {segment_ids.dtype} {segment_ids.shape}; it must be integers of the "
+            f"shape of tokens, {tokens.shape}"
+        )
+    if not _is_traced(segment_ids):
+        for row, ids in enumerate(np.asarray(segment_ids)):
+            found = np.unique(ids[ids != 0])
+            if found.size > 1:
+                raise UserError(
+                    f"row {row} holds segments {found.tolist()}; a row with a cache is one "
+                    "document (segment ids 0 for padding and one other number)"
+                )
+    return jnp.asarray(segment_ids, jnp.int32)
 
 
 def _check_room(caches: Caches, tokens: jax.Array) -> None:
+    if tokens.shape[0] != caches.valid.shape[0]:
+        raise UserError(f"{tokens.shape[0]} rows do not match the cache of {caches.valid.shape[0]}")
     if _is_traced(caches.length):
         return
     used, capacity = int(caches.length), caches.capacity
@@ -153,16 +160,10 @@ def _check_room(caches: Caches, tokens: jax.Array) -> None:
             f"{tokens.shape[1]} more tokens after {used} do not fit the cache of {capacity} "
             "columns; prefill with a larger max_length"
         )
-    if tokens.shape[0] != caches.valid.shape[0]:
-        raise UserError(f"{tokens.shape[0]} rows do not match the cache of {caches.valid.shape[0]}")
 
 
-def _as_tokens(tokens, rank: int) -> jax.Array:
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != rank or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        wanted = "[B, T]" if rank == 2 else "[B]"
-        raise UserError(f"tokens must be integers {wanted}, got {tokens.dtype} {tokens.shape}")
-    return tokens.astype(jnp.int32)
+def _as_array(values) -> jax.Array | np.ndarray:
+    return values if isinstance(values, jax.Array) else np.asarray(values)
 
 
 def _is_traced(x) -> bool:

@@ -1,13 +1,20 @@
 """Sampling text from a model."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.errors import UserError
-from k3jax.infer.cached import check_token_ids, decode_arrays, prefill
+from k3jax.infer.cached import (
+    as_one_segment,
+    as_tokens,
+    check_token_ids,
+    decode_arrays,
+    prefill,
+)
+from k3jax.model import debug
 from k3jax.model.k3 import K3
 
 
@@ -47,10 +54,10 @@ def generate(
         raise UserError(f"temperature={temperature} must be 0 (greedy) or above")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p={top_p} must lie in (0, 1]")
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise UserError(f"tokens must be prompts [B, T] with T >= 1, got shape {tokens.shape}")
-    stop = jnp.asarray(list(stop_ids), jnp.int32).reshape(-1)
+    tokens = as_tokens(tokens, 2, model.cfg.vocab_size)
+    segment_ids = as_one_segment(segment_ids, tokens)
+    _check_prompts(segment_ids)
+    stop = np.asarray(list(stop_ids), np.int64)
     check_token_ids(stop, model.cfg.vocab_size)
     key = jax.random.key(0) if key is None else key
     logits, caches = prefill(
@@ -63,9 +70,17 @@ def generate(
         key,
         jnp.float32(temperature),
         jnp.float32(top_p),
-        stop,
+        jnp.asarray(stop, jnp.int32),
         max_new_tokens=max_new_tokens,
     )
+
+
+def _check_prompts(segment_ids: jax.Array | None) -> None:
+    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+        return
+    empty = np.flatnonzero(~np.asarray(segment_ids).any(axis=1))
+    if empty.size:
+        raise UserError(f"rows {empty.tolist()} of the prompts hold padding only")
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
@@ -83,8 +98,7 @@ def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
     return jnp.where(temperature > 0, sampled, greedy).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens",))
-def _continue(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
+def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
     batch = logits.shape[0]
     pad = model.cfg.pad_id or 0
     out = jnp.full((batch, max_new_tokens), pad, jnp.int32)
@@ -104,3 +118,6 @@ def _continue(model, logits, caches, key, temperature, top_p, stop, *, max_new_t
 
     state = (0, logits, caches, out, jnp.zeros((batch,), jnp.bool_))
     return jax.lax.while_loop(unfinished, advance, state)[3]
+
+
+_continue = debug.compiled(_continue_arrays, static_argnames=("max_new_tokens",))

@@ -115,7 +115,7 @@ class K3(nnx.Module):
             return None
         num_tokens = jnp.int32(tokens.size)
         if segment_ids is not None:
-            num_tokens = (segment_ids > 0).sum(dtype=jnp.int32)
+            num_tokens = (segment_ids != 0).sum(dtype=jnp.int32)
         return RouterStatistics(counts, stack_collected(collected, "histogram"), num_tokens)
 
     def router_bias_rows(self) -> dict[str, np.ndarray]:
@@ -139,9 +139,11 @@ def _enter(context: CallContext, caches: Caches, tokens: jax.Array):
     real = jnp.ones((batch, num_tokens), jnp.int32)
     several = jnp.zeros((batch,), jnp.bool_)
     if ids is not None:
-        real = (ids > 0).astype(jnp.int32)
-        smallest = jnp.where(ids > 0, ids, jnp.iinfo(ids.dtype).max).min(-1)
-        several = (ids.max(-1) > 0) & (smallest != ids.max(-1))
+        real = (ids != 0).astype(jnp.int32)
+        bounds = jnp.iinfo(ids.dtype)
+        low = jnp.where(ids != 0, ids, bounds.max).min(-1)
+        high = jnp.where(ids != 0, ids, bounds.min).max(-1)
+        several = low < high
     fits = caches.length + num_tokens <= caches.capacity
     debug.check(fits, f"{num_tokens} more tokens do not fit a cache of {caches.capacity} columns")
     debug.check(~several.any(), "a row with a cache holds more than one segment")

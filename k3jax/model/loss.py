@@ -11,7 +11,7 @@ def target_mask(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """[B, T-1] bool: position t predicts token t+1 of the same non-zero segment."""
     if segment_ids is None:
         return jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.bool_)
-    return (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] > 0)
+    return (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] != 0)
 
 
 def next_token_loss(

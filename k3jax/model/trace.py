@@ -1,10 +1,9 @@
 """What happened inside a forward pass, layer by layer."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from k3jax.model import debug
 from k3jax.model.k3 import K3, stack_collected
 from k3jax.nn.decoder import in_source_order
 
@@ -31,8 +30,7 @@ def trace(model: K3, tokens: jax.Array, segment_ids: jax.Array | None = None) ->
     return _trace(model, tokens, segment_ids)
 
 
-@functools.partial(jax.jit)
-def _trace(model, tokens, segment_ids):
+def _trace_arrays(model, tokens, segment_ids):
     hidden, _, collected, mixture, _ = model.run(tokens, segment_ids, None, trace=True)
     result = {
         "logits": model.logits(hidden),
@@ -51,3 +49,6 @@ def _trace(model, tokens, segment_ids):
         # Layer 0 has no attention mixture: its only source is the embedding.
         result["attention_residual_weights"] = jnp.concatenate([pairs[1:], last[None]])
     return result
+
+
+_trace = debug.compiled(_trace_arrays)

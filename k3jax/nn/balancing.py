@@ -93,12 +93,17 @@ def histogram_bias(
     it. Without tokens the bias stays.
     """
     low, width = histogram_range(bias)
-    q = num_tokens * experts_per_token / bias.shape[-1]
+    # q as a whole number and a fraction below 1: tokens * k may pass the range of int32, and
+    # float32 does not tell ranks above 2^24 apart.
+    num_experts = bias.shape[-1]
+    whole, rest = num_tokens // num_experts, num_tokens % num_experts * experts_per_token
+    rank = whole * experts_per_token + rest // num_experts
+    fraction = (rest % num_experts) / num_experts
     cumulative = jnp.cumsum(histogram, axis=-1)
-    beta = jnp.argmax(cumulative >= jnp.ceil(q).astype(jnp.int32), axis=-1)
+    beta = jnp.argmax(cumulative >= rank + (fraction > 0), axis=-1)
     inside = jnp.take_along_axis(histogram, beta[..., None], axis=-1)[..., 0]
     before = jnp.take_along_axis(cumulative, beta[..., None], axis=-1)[..., 0] - inside
-    part = jnp.clip((q - before) / jnp.maximum(inside, 1), 0, 1)
+    part = jnp.clip((rank - before + fraction) / jnp.maximum(inside, 1), 0, 1)
     new = low[..., None] + (beta + part) * width[..., None]
     new = new - new.mean(-1, keepdims=True)
     return jnp.where(num_tokens > 0, new, bias).astype(jnp.float32)

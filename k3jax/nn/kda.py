@@ -68,29 +68,37 @@ class KimiDeltaAttention(nnx.Module):
         with jax.named_scope("kda"):
             raw = [ops.dense("btd,dhk->bthk", x, p[...]) for p in self._qkv()]
             tails = (None,) * 3 if cache is None else cache[1:]
-            convolved = [
-                ops.short_conv(u, conv[...], segment_ids=context.segment_ids, initial_state=tail)
-                for u, conv, tail in zip(raw, (self.q_conv, self.k_conv, self.v_conv), tails)
-            ]
+            convs = (self.q_conv, self.k_conv, self.v_conv)
+            with jax.named_scope("short_conv"):
+                convolved = [
+                    ops.short_conv(
+                        u, conv[...], segment_ids=context.segment_ids, initial_state=tail
+                    )
+                    for u, conv, tail in zip(raw, convs, tails)
+                ]
             (q, q_tail), (k, k_tail), (v, v_tail) = convolved
             low_rank = ops.dense("btd,dr->btr", x, self.f_a[...])
             decay_logits = ops.dense("btr,rhk->bthk", low_rank, self.f_b[...])
             beta_logits = ops.dense("btd,dh->bth", x, self.b_proj[...])
             lower_bound = self.cfg.kda.gate_lower_bound
             arguments = (q, k, v, decay_logits, beta_logits, self.A_log[...], self.dt_bias[...])
-            if context.decode:
-                output, state = ops.delta_attention_step(
-                    *arguments, cache.state, lower_bound=lower_bound
+            with jax.named_scope("delta_rule"):
+                if context.decode:
+                    output, state = ops.delta_attention_step(
+                        *arguments, cache.state, lower_bound=lower_bound
+                    )
+                else:
+                    output, state = ops.delta_attention(
+                        *arguments,
+                        lower_bound=lower_bound,
+                        initial_state=None if cache is None else cache.state,
+                        segment_ids=context.segment_ids,
+                    )
+            with jax.named_scope("output"):
+                gated = ops.gated_rms_norm(
+                    output, self.o_norm[...], self._gate(x), self.cfg.norm_eps
                 )
-            else:
-                output, state = ops.delta_attention(
-                    *arguments,
-                    lower_bound=lower_bound,
-                    initial_state=None if cache is None else cache.state,
-                    segment_ids=context.segment_ids,
-                )
-            gated = ops.gated_rms_norm(output, self.o_norm[...], self._gate(x), self.cfg.norm_eps)
-            result = ops.dense("bthk,hkd->btd", gated, self.o_proj[...])
+                result = ops.dense("bthk,hkd->btd", gated, self.o_proj[...])
         if cache is None:
             return result, None
         new = KDACache(state, q_tail, k_tail, v_tail)

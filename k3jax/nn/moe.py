@@ -53,7 +53,7 @@ class LatentMoE(nnx.Module):
             latent = x
             if moe.latent_dim is not None:
                 latent = ops.dense("btd,dc->btc", x, self.latent_down[...])
-            real = None if context.segment_ids is None else context.segment_ids > 0
+            real = None if context.segment_ids is None else context.segment_ids != 0
             out = ops.routed_experts(
                 latent,
                 ids,
@@ -95,7 +95,7 @@ class LatentMoE(nnx.Module):
         weights = weights * moe.routed_scaling_factor
         collected = {}
         if context.statistics:
-            real = None if context.segment_ids is None else context.segment_ids > 0
+            real = None if context.segment_ids is None else context.segment_ids != 0
             counts, histogram = count_step(scores, ids, cutoff, bias, real)
             collected["expert_counts"], collected["histogram"] = counts, histogram
         if context.trace:

@@ -67,8 +67,9 @@ def routed_experts(
         ids = ids.reshape(-1, routes)
         if real is not None:
             ids = jnp.where(real.reshape(-1, 1), ids, num_experts)
-        plan = sort_by_expert(ids, num_experts)
-        rows = dispatch(x.reshape(-1, shape[-1]), plan)
+        with jax.named_scope("dispatch"):
+            plan = sort_by_expert(ids, num_experts)
+            rows = dispatch(x.reshape(-1, shape[-1]), plan)
         dtype = rows.dtype
         sizes = plan["group_sizes"]
 
@@ -90,7 +91,8 @@ def routed_experts(
                 pallas_kernels.grouped_matmul(rows, matrices[1], sizes),
             )
             out = pallas_kernels.grouped_matmul(hidden, matrices[2], sizes)
-        return combine(out, weights.reshape(-1, routes), plan).reshape(shape)
+        with jax.named_scope("combine"):
+            return combine(out, weights.reshape(-1, routes), plan).reshape(shape)
 
     specs = (
         *(row, row, row),
