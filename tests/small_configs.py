@@ -67,6 +67,11 @@ def five_layers() -> K3Config:
     return pattern_config("KKMKM", block=3)
 
 
+def two_layers() -> K3Config:
+    """KDA with a dense feed-forward, MLA with experts; a block each."""
+    return pattern_config("KM", block=1)
+
+
 def previous_family(**changes) -> K3Config:
     """The same of Kimi-Linear: no attention residuals, plain experts, unbounded gate."""
     base = pattern_config("KKMKM", block=None, moe_latent_dim=None, moe_latent_norm=False)
@@ -104,7 +109,7 @@ def random_tokens(cfg: K3Config, *shape: int, seed: int = 0) -> jnp.ndarray:
 
 
 def quick_jit(function, **options):
-    """`jax.jit` for programs that run once: compiled without optimisation, in a third of the time."""
+    """`jax.jit` for programs that run once: unoptimised, compiled in a third of the time."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 

@@ -1,7 +1,5 @@
 """Prefill in pieces, one whole pass and decoding token by token give the same logits."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 
 import k3jax
 from k3jax.config import K3Config
+from k3jax.model import empty_caches
 from tests.golden_cases import assert_golden, golden_case
 from tests.small_configs import (
     five_layers,
@@ -31,34 +30,33 @@ class Paths:
         self.model, self.capacity = model, capacity
         self._whole = quick_jit(lambda m, t, s: m(t, s))
         self._piece = quick_jit(lambda m, t, s, c: k3jax.prefill(m, t, s, caches=c))
-        self._start = quick_jit(
-            functools.partial(k3jax.prefill, max_length=capacity), static_argnames=("last_only",)
-        )
         self._step = quick_jit(k3jax.decode_step)
 
     def whole(self, tokens, segment_ids=None):
         return self._whole(self.model, tokens, segment_ids)
-
-    def start(self, tokens, segment_ids=None, **options):
-        return self._start(self.model, tokens, segment_ids, **options)
 
     def step(self, token, caches):
         return self._step(self.model, token, caches)
 
     def pieces(self, lengths, tokens, segment_ids):
         """Logits of prefill in pieces of these lengths, and the caches."""
-        logits, caches, begin = [], None, 0
+        caches = empty_caches(self.model.cfg, len(tokens), self.capacity, jnp.float32)
+        logits, begin = [], 0
         for length in lengths:
             now = slice(begin, begin + length)
-            if caches is None:
-                found, caches = self.start(tokens[:, now], segment_ids[:, now])
-            else:
-                found, caches = self._piece(
-                    self.model, tokens[:, now], segment_ids[:, now], caches
-                )
+            found, caches = self._piece(self.model, tokens[:, now], segment_ids[:, now], caches)
             logits.append(found)
             begin += length
         return jnp.concatenate(logits, axis=1), caches
+
+    def then_steps(self, num_pieces, lengths, tokens, segment_ids):
+        """Logits of `pieces` over the first tokens, and of decoding the others one by one."""
+        logits, caches = self.pieces(lengths, tokens[:, :num_pieces], segment_ids)
+        steps = []
+        for t in range(num_pieces, tokens.shape[1]):
+            step, caches = self.step(tokens[:, t], caches)
+            steps.append(step)
+        return jnp.concatenate([logits, jnp.stack(steps, axis=1)], axis=1)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ RAGGED[2, 2:5] = 0
 
 
 @pytest.mark.parametrize(
-    "lengths", [(9,), (1, 8), (8, 1), (1,) * 9, (3, 6), (6, 3), (1, 6, 1, 1), (3, 1, 3, 1, 1)]
+    "lengths", [(1,) * 9, (5, 3, 1), (1, 3, 5), (3, 5, 1), (3, 1, 5), (1, 1, 5, 1, 1), (3, 3, 3)]
 )
 def test_pieces_of_any_length_equal_one_pass(paths, lengths):
     tokens = random_tokens(paths.model.cfg, 4, LENGTH)
@@ -111,34 +109,33 @@ def test_padding_holds_any_token(paths):
 
 
 def test_decoding_after_a_ragged_prefill_equals_one_pass(paths):
-    tokens = random_tokens(paths.model.cfg, 4, LENGTH + 5)
-    ids = np.pad(RAGGED, ((0, 0), (0, 5)), constant_values=1)
+    tokens = random_tokens(paths.model.cfg, 4, LENGTH)
+    ids = np.ones((4, LENGTH), np.int32)
+    ids[:, :5] = RAGGED[:, 2:7]  # padding on the left, on the right, and in between
     expected = paths.whole(tokens, ids)
-    logits, caches = paths.start(tokens[:, :LENGTH], RAGGED)
-    assert real_error(logits, expected[:, :LENGTH], RAGGED) <= BOUND
-    for t in range(LENGTH, LENGTH + 5):
-        logits, caches = paths.step(tokens[:, t], caches)
-        assert relative_error(logits, expected[:, t]) <= BOUND, t
-    assert int(caches.length) == LENGTH + 5
+    logits = paths.then_steps(5, (5,), tokens, ids)
+    assert real_error(logits, expected, ids) <= BOUND
 
 
 def test_last_only_takes_the_last_real_token_of_each_row(paths):
     tokens = random_tokens(paths.model.cfg, 4, LENGTH)
-    expected, _ = paths.start(tokens, RAGGED)
-    logits, _ = paths.start(tokens, RAGGED, last_only=True)
+    expected = paths.whole(tokens, RAGGED)
+    prefill = quick_jit(k3jax.prefill, static_argnames=("last_only",))
+    logits, _ = prefill(paths.model, tokens, RAGGED, last_only=True)
     last = LENGTH - 1 - np.argmax(RAGGED[:, ::-1], axis=1)
     assert last.tolist() == [8, 5, 8, 8]
-    np.testing.assert_allclose(logits, expected[np.arange(4), last], rtol=1e-6, atol=1e-6)
-    without = paths.start(tokens, last_only=True)[0]
-    np.testing.assert_allclose(without, paths.start(tokens)[0][:, -1], rtol=1e-6, atol=1e-6)
+    assert relative_error(logits, expected[np.arange(4), last]) <= BOUND
+    logits, caches = prefill(paths.model, tokens, last_only=True)
+    assert relative_error(logits[3], expected[3, -1]) <= BOUND
+    assert caches.capacity == LENGTH + 256
 
 
 def test_packed_documents_equal_documents_alone(paths):
-    lengths = (2, 4, 1, 3)
+    lengths = (2, 4, 1, 2)
     cfg = paths.model.cfg
     documents = [random_tokens(cfg, 1, n, seed=n) for n in lengths]
-    tokens = jnp.pad(jnp.concatenate(documents, axis=1), ((0, 0), (0, 4)))
-    ids = np.repeat([3, 7, 8, 9, 0], [*lengths, 4])[None]
+    tokens = jnp.concatenate(documents, axis=1)
+    ids = np.repeat([3, 7, 8, 9], lengths)[None]
     packed = paths.whole(jnp.tile(tokens, (4, 1)), np.tile(ids, (4, 1)))[0]
     alone = np.zeros((4, LENGTH), np.int32)
     rows = np.zeros((4, LENGTH), np.int32)
@@ -146,7 +143,7 @@ def test_packed_documents_equal_documents_alone(paths):
         alone[row, : lengths[row]], rows[row, : lengths[row]] = document[0], 1
     logits = paths.whole(jnp.asarray(alone), rows)
     expected = np.concatenate([logits[row, :n] for row, n in enumerate(lengths)])
-    assert relative_error(packed[: sum(lengths)], expected) <= BOUND
+    assert relative_error(packed, expected) <= BOUND
 
 
 def test_previous_family_decodes_as_it_prefills():
@@ -154,33 +151,18 @@ def test_previous_family_decodes_as_it_prefills():
     tokens, ids = random_tokens(paths.model.cfg, 2, 8), np.ones((2, 8), np.int32)
     ids[0, :3] = 0
     expected = paths.whole(tokens, ids)
-    logits, caches = paths.start(tokens[:, :5], ids[:, :5])
-    assert real_error(logits, expected[:, :5], ids[:, :5]) <= BOUND
-    for t in range(5, 8):
-        logits, caches = paths.step(tokens[:, t], caches)
-        assert relative_error(logits, expected[:, t]) <= BOUND, t
+    assert real_error(paths.then_steps(5, (5,), tokens, ids), expected, ids) <= BOUND
 
 
 def test_fresh_tiny_model_agrees_on_every_path():
-    model = k3jax.init(K3Config.tiny(), jax.random.key(3))
-    tokens = random_tokens(model.cfg, 2, 40)
-    expected = jax.jit(lambda m, t: m(t))(model, tokens)
-    for lengths in ((40,), (1, 39), (39, 1), (16, 8, 16), (1, 1, 16, 1, 16, 1, 1, 1, 1, 1)):
-        logits, caches, begin = [], None, 0
-        for length in lengths:
-            piece = tokens[:, begin : begin + length]
-            found, caches = k3jax.prefill(
-                model, piece, caches=caches, max_length=None if caches else 40
-            )
-            logits.append(found)
-            begin += length
-        assert relative_error(jnp.concatenate(logits, axis=1), expected) <= BOUND, lengths
-    logits, caches = k3jax.prefill(model, tokens[:, :1], max_length=40)
-    steps = [logits[:, 0]]
-    for t in range(1, 40):
-        logits, caches = k3jax.decode_step(model, tokens[:, t], caches)
-        steps.append(logits)
-    assert relative_error(jnp.stack(steps, axis=1), expected) <= BOUND
+    paths = Paths(k3jax.init(K3Config.tiny(), jax.random.key(3)), 24)
+    tokens = random_tokens(paths.model.cfg, 2, 24)
+    ids = jnp.ones_like(tokens)
+    expected = paths.whole(tokens)
+    for lengths in ((23, 1), (1, 23), (1,) * 24):
+        logits, _ = paths.pieces(lengths, tokens, ids)
+        assert relative_error(logits, expected) <= BOUND, lengths
+    assert relative_error(paths.then_steps(1, (1,), tokens, ids), expected) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["text_small", "kimi_linear"])
@@ -188,12 +170,6 @@ def test_pieces_and_decoding_meet_the_golden_tolerance(name):
     case = golden_case(name)
     paths = Paths(k3jax.load_hf(case.checkpoint, dtype=jnp.float32), 64)
     tokens = jnp.asarray(case.arrays["input_ids"])
-    length = tokens.shape[1]
-    ids = jnp.ones_like(tokens)
-    logits, caches = paths.pieces((1, length - 8, 1), tokens[:, :-6], ids[:, :-6])
-    steps = []
-    for t in range(length - 6, length):
-        step, caches = paths.step(tokens[:, t], caches)
-        steps.append(step)
-    logits = jnp.concatenate([logits, jnp.stack(steps, axis=1)], axis=1)
+    prompt = tokens.shape[1] - 6
+    logits = paths.then_steps(prompt, (1, prompt - 2, 1), tokens, jnp.ones_like(tokens))
     assert_golden(logits, case.arrays["logits"], case.tolerance, "logits")
