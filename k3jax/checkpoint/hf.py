@@ -2,7 +2,9 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +40,14 @@ def load_hf(path: str | Path, *, dtype=None) -> K3:
         The model, its `cfg` read from `config.json`.
 
     Raises:
-        CheckpointError: an unreadable file, or missing, unknown or misshaped tensors, all
-            reported together; a decay parameter with a non-zero tail.
+        CheckpointError: an unreadable file; or missing, unknown or misshaped tensors, tensors that
+            are not floating point, decay parameters with a non-zero tail: all reported together.
     """
     path = Path(path)
     cfg = K3Config.from_hf(path)
     files = tensor_files(path)
     expected = {p.released: p for p in placements(cfg)}
-    _check_names(path, files, expected)
+    _check(path, files, expected)
     abstract = abstract_model(cfg)
     by_variable: dict[str, list[Placement]] = defaultdict(list)
     for placement in expected.values():
@@ -67,13 +69,17 @@ def tensor_files(path: Path) -> dict[str, tuple[Path, str]]:
     index = path / INDEX
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            weight_map = dict(json.loads(index.read_text())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{index}: not a safetensors index ({error})") from error
         absent = sorted({f for f in weight_map.values() if not (path / f).is_file()})
         if absent:
             raise CheckpointError(f"{index} names files that do not exist: {absent[:5]}")
         listed = [(name, path / file) for name, file in weight_map.items()]
+        # What the index forgets is there all the same, and is reported as unknown or used.
+        for file in sorted(set(weight_map.values())):
+            unlisted = set(_open(path / file).keys()) - weight_map.keys()
+            listed += [(name, path / file) for name in sorted(unlisted)]
     else:
         single = path / "model.safetensors"
         shards = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
@@ -101,7 +107,8 @@ class _Reader:
 
     def __init__(self, files: dict[str, tuple[Path, str]]):
         self._files = files
-        self._open: dict[Path, object] = {}
+        self._open: dict[Path, Any] = {}
+        self._names: dict[Path, set[str]] = {}
 
     def __enter__(self):
         return self
@@ -109,36 +116,55 @@ class _Reader:
     def __exit__(self, *_):
         self._open.clear()
 
-    def handle(self, file: Path):
+    def _handle(self, file: Path):
         if file not in self._open:
             self._open[file] = _open(file)
+            self._names[file] = set(self._open[file].keys())
         return self._open[file]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        """Shape and stored type; None where the file does not hold what the index says."""
+        file, stored = self._files[name]
+        handle = self._handle(file)
+        if stored not in self._names[file]:
+            return None
+        view = handle.get_slice(stored)
+        return tuple(view.get_shape()), view.get_dtype()
 
     def read(self, name: str) -> np.ndarray:
         file, stored = self._files[name]
-        return self.handle(file).get_tensor(stored)
+        return self._handle(file).get_tensor(stored)
 
 
-def _check_names(path: Path, files, expected: dict[str, Placement]) -> None:
+def _check(path: Path, files, expected: dict[str, Placement]) -> None:
     """Report everything that is wrong with a checkpoint's tensors at once."""
     faults = [f"missing: {name}" for name in expected if name not in files]
     faults += [f"unknown: {name}{_hint(name)}" for name in files if name not in expected]
     with _Reader(files) as reader:
         for name, placement in expected.items():
-            if name not in files:
-                continue
-            file, stored = files[name]
-            handle = reader.handle(file)
-            if stored not in set(handle.keys()):
-                faults.append(f"missing: {stored} is not in {file.name}, where the index puts it")
-                continue
-            shape = tuple(handle.get_slice(stored).get_shape())
-            if not placement.matches(shape):
-                faults.append(f"shape: {name} is {list(shape)}, expected {list(placement.shape)}")
+            if name in files:
+                faults += _faults(reader, name, placement, files[name][0])
     if faults:
         shown = "\n  ".join(faults[:40])
         more = f"\n  and {len(faults) - 40} more" if len(faults) > 40 else ""
         raise CheckpointError(f"{path}: {len(faults)} tensors do not fit:\n  {shown}{more}")
+
+
+def _faults(reader: _Reader, name: str, placement: Placement, file: Path) -> Iterator[str]:
+    header = reader.header(name)
+    if header is None:
+        yield f"missing: {name} is not in {file.name}, where the index puts it"
+        return
+    shape, dtype = header
+    if not placement.matches(shape):
+        yield f"shape: {name} is {list(shape)}, expected {list(placement.shape)}"
+    elif not dtype.startswith(("F", "BF")):
+        yield f"type: {name} is {dtype}, expected floating point"
+    elif placement.layout == "decay":  # the only layout whose values can be wrong
+        try:
+            placement.to_ours(reader.read(name), placement.shape)
+        except ValueError as error:
+            yield f"value: {error}"
 
 
 def _hint(name: str) -> str:
@@ -159,10 +185,6 @@ def _assemble(name, variable, own: list[Placement], reader: _Reader, dtype) -> j
         if array is None:
             wanted = np.float32 if keep else (dtype or stored.dtype)
             array = np.empty(shape, jnp.dtype(wanted))
-        try:
-            ours = placement.to_ours(stored, shape[len(placement.index) :])
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        array[placement.index] = ours
+        array[placement.index] = placement.to_ours(stored, shape[len(placement.index) :])
     assert array is not None, name
     return jnp.asarray(array)

@@ -1,0 +1,56 @@
+"""Small checkpoints in the released layout, written for one test."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from k3jax.checkpoint.names import placements
+from k3jax.config import K3Config
+
+
+def random_tensors(cfg: K3Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Noise under the released names; the decay is padded with zeros to the head width."""
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for placement in placements(cfg):
+        name, shape = placement.released, placement.shape
+        z = random.standard_normal(shape).astype(np.float32)
+        if "norm.weight" in name:
+            z = 1 + 0.2 * z
+        elif name.endswith("A_log"):
+            z = np.pad(0.5 * z, (0, max(0, cfg.kda.head_dim - len(z))))
+        elif name.endswith("e_score_correction_bias"):
+            z = 0.1 * z
+        elif name.endswith("embed_tokens.weight"):
+            pass
+        elif name.endswith("res_proj.weight"):
+            z = 0.3 * z
+        elif "conv1d" in name:
+            z = 0.5 * z
+        elif len(shape) == 2:
+            z = 1.2 * shape[1] ** -0.5 * z
+        tensors[name] = z
+    return tensors
+
+
+def write_checkpoint(
+    folder: Path, cfg: K3Config, tensors: dict, *, prefix: str = "", shards: int = 1
+) -> Path:
+    """`config.json` and the tensors: one file, or several behind an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(cfg.to_hf()))
+    tensors = {prefix + name: np.ascontiguousarray(t) for name, t in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in names[i::shards]}, folder / file)
+        weight_map |= dict.fromkeys(names[i::shards], file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
