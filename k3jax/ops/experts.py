@@ -28,7 +28,7 @@ def select_experts(
         expert ids [B, T, R] int32, best first, and the cutoff [B, T] float32: the (R+1)-th
         largest biased score, which Quantile Balancing needs.
     """
-    biased = jax.lax.stop_gradient(scores) + bias
+    biased = jax.lax.stop_gradient(scores + bias)
     if num_groups > 1 and topk_groups < num_groups:
         grouped = biased.reshape(*biased.shape[:-1], num_groups, -1)
         best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
