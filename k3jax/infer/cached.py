@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import meshes
 from k3jax.errors import UserError
 from k3jax.model import debug
 from k3jax.model.caches import Caches, empty_caches
@@ -50,7 +51,8 @@ def prefill(
         if num_tokens > max_length:
             raise UserError(f"{num_tokens} tokens do not fit max_length={max_length}")
         dtype = model.language.embedding.dtype
-        caches = empty_caches(model.cfg, batch, max_length, dtype)
+        rows = meshes.spec_of(tokens)[0]
+        caches = empty_caches(model.cfg, batch, max_length, dtype, rows=rows)
     elif max_length is not None and max_length != caches.capacity:
         raise UserError(
             f"max_length={max_length} differs from the capacity {caches.capacity} of the caches "

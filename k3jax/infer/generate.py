@@ -99,9 +99,11 @@ def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
 
 
 def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
-    batch = logits.shape[0]
     pad = model.cfg.pad_id or 0
-    out = jnp.full((batch, max_new_tokens), pad, jnp.int32)
+    column = jnp.arange(max_new_tokens)
+    # Derived from the logits, so that rows lie on the devices of the prompts.
+    done = jnp.zeros_like(logits[:, 0], jnp.bool_)
+    out = jnp.where(done[:, None], 0, jnp.full_like(column, pad))
 
     def unfinished(state):
         step, _, _, _, done = state
@@ -110,13 +112,13 @@ def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, ma
     def advance(state):
         step, logits, caches, out, done = state
         token = sample(logits, jax.random.fold_in(key, step), temperature, top_p)
-        out = out.at[:, step].set(jnp.where(done, pad, token))
+        out = jnp.where(column == step, jnp.where(done, pad, token)[:, None], out)
         done = done | (token[:, None] == stop[None, :]).any(-1)
         # The last token needs no further logits, but a branch would cost more than it saves.
         logits, caches = decode_arrays(model, token, caches)
         return step + 1, logits, caches, out, done
 
-    state = (0, logits, caches, out, jnp.zeros((batch,), jnp.bool_))
+    state = (0, logits, caches, out, done)
     return jax.lax.while_loop(unfinished, advance, state)[3]
 
 

@@ -4,7 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+import meshes
 from k3jax.config import K3Config
 from k3jax.model.layout import plan_segments
 from k3jax.nn.cache import KDACache, MLACache, empty_layer_cache
@@ -42,7 +44,7 @@ class Caches:
         raise IndexError(f"layer {index} does not exist; the model has {cfg.num_layers}")
 
 
-def empty_caches(cfg: K3Config, batch: int, capacity: int, dtype) -> Caches:
+def empty_caches(cfg: K3Config, batch: int, capacity: int, dtype, *, rows=None) -> Caches:
     """Caches before the first token.
 
     Args:
@@ -50,16 +52,23 @@ def empty_caches(cfg: K3Config, batch: int, capacity: int, dtype) -> Caches:
         batch: rows B.
         capacity: columns S that the MLA layers have room for.
         dtype: activation dtype (KDA states are float32 whatever it is).
+        rows: mesh axes that the rows lie on, those of the tokens.
     """
     layers = []
+
+    def stacked(array, repeats):
+        array = jnp.broadcast_to(array[None], (repeats, *array.shape))
+        return meshes.reshard(array, P(None, rows, *(None,) * (array.ndim - 2)))
+
     for segment in plan_segments(cfg.layer_kinds):
         layers.append(
             tuple(
                 jax.tree.map(
-                    lambda a, n=segment.repeats: jnp.broadcast_to(a[None], (n, *a.shape)),
+                    lambda a, n=segment.repeats: stacked(a, n),
                     empty_layer_cache(cfg, kind.attention, batch, capacity, dtype),
                 )
                 for kind in segment.unit
             )
         )
-    return Caches(tuple(layers), jnp.zeros((batch, capacity), jnp.bool_), jnp.zeros((), jnp.int32))
+    valid = meshes.reshard(jnp.zeros((batch, capacity), jnp.bool_), P(rows, None))
+    return Caches(tuple(layers), valid, jnp.zeros((), jnp.int32))
