@@ -1,10 +1,14 @@
 """The model a user holds."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import meshes
 from k3jax.config import K3Config
 from k3jax.model import debug
 from k3jax.model.caches import Caches
@@ -13,6 +17,7 @@ from k3jax.model.layout import plan_segments
 from k3jax.model.stack import Remat
 from k3jax.nn.balancing import RouterStatistics
 from k3jax.nn.cache import CallContext
+from pallas_kernels.kda.segments import number_runs
 
 
 class K3(nnx.Module):
@@ -27,8 +32,8 @@ class K3(nnx.Module):
 
         Args:
             tokens: ids in 0..W-1; an id outside gives NaN logits in its row from there on.
-            segment_ids: [B, T] int32; equal non-zero ids next to each other are one document,
-                0 is padding (outputs there are unspecified). None: each row is one document.
+            segment_ids: [B, T] int32; equal ids next to each other are one document, 0 is padding,
+                as if absent (outputs there are unspecified). None: each row is one document.
         """
         return self.forward(tokens, segment_ids)[0]
 
@@ -90,7 +95,9 @@ class K3(nnx.Module):
             segment_ids=segment_ids, decode=decode, statistics=statistics, trace=trace
         )
         layers, poison = None, None
-        if caches is not None:
+        if caches is None:
+            context = dataclasses.replace(context, segment_ids=_number_documents(segment_ids))
+        else:
             context, valid, poison = _enter(context, caches, tokens)
             layers = caches.layers
         x = self.language.embed(tokens)
@@ -132,6 +139,23 @@ class K3(nnx.Module):
         return rows
 
 
+def _number_documents(segment_ids: jax.Array | None) -> jax.Array | None:
+    """1, 2, 3 ... for the documents of each row, 0 for padding.
+
+    An id may come back after another document (1, 2, 1): attention, which compares ids, must see
+    what the recurrence sees, a new document.
+    """
+    if segment_ids is None:
+        return None
+    spec = P(meshes.spec_of(segment_ids)[0], None)
+
+    def number(ids):
+        run, real = number_runs(ids)
+        return jnp.where(real, run + 1, 0)
+
+    return meshes.per_device(number, (spec,), spec)(segment_ids)
+
+
 def _enter(context: CallContext, caches: Caches, tokens: jax.Array):
     """Place this call's tokens behind the cached ones."""
     batch, num_tokens = tokens.shape
@@ -151,14 +175,12 @@ def _enter(context: CallContext, caches: Caches, tokens: jax.Array):
     here = (column >= 0) & (column < num_tokens) & fits
     added = jnp.take_along_axis(real, jnp.clip(column, 0, num_tokens - 1), axis=1) > 0
     valid = jnp.where(here, added, caches.valid)
-    context = CallContext(
+    context = dataclasses.replace(
+        context,
         segment_ids=None if ids is None else real,
         kv_segment_ids=valid.astype(jnp.int32),
         length=caches.length,
         fits=fits,
-        decode=context.decode,
-        statistics=context.statistics,
-        trace=context.trace,
     )
     return context, valid, several | ~fits
 
