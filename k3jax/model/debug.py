@@ -1,8 +1,8 @@
 """Value checks inside compiled programs: `K3JAX_DEBUG=1` turns them on.
 
 Under jit a bad value shows as NaN logits. With the variable set, programs traced from then on also
-carry `checkify.debug_check`s. `prefill`, `decode_step`, `generate` and `trace` raise what those
-record; inside a program of your own, functionalise it with `jax.experimental.checkify.checkify`.
+carry `checkify.debug_check`s. `model(tokens)`, `prefill`, `decode_step`, `generate` and `trace`
+raise what those record; a program of your own needs `jax.experimental.checkify.checkify` around it.
 """
 
 import functools

@@ -34,8 +34,10 @@ class K3(nnx.Module):
             tokens: ids in 0..W-1; an id outside gives NaN logits in its row from there on.
             segment_ids: [B, T] int32; equal ids next to each other are one document, 0 is padding,
                 as if absent (outputs there are unspecified). None: each row is one document.
+
+        Compiled on first use for each shape, also outside of `jax.jit`.
         """
-        return self.forward(tokens, segment_ids)[0]
+        return _logits(self, tokens, segment_ids)
 
     def forward(
         self,
@@ -86,6 +88,7 @@ class K3(nnx.Module):
             hidden [B, T, D]; new caches; collected arrays per segment; the final depth mixture;
             and [B] bool rows whose logits must be NaN (None without caches).
         """
+        tokens = jnp.asarray(tokens)
         inside = (tokens >= 0) & (tokens < self.cfg.vocab_size)
         debug.check(
             inside.all(),
@@ -122,7 +125,7 @@ class K3(nnx.Module):
             return None
         num_tokens = jnp.int32(tokens.size)
         if segment_ids is not None:
-            num_tokens = (segment_ids != 0).sum(dtype=jnp.int32)
+            num_tokens = (jnp.asarray(segment_ids) != 0).sum(dtype=jnp.int32)
         return RouterStatistics(counts, stack_collected(collected, "histogram"), num_tokens)
 
     def router_bias_rows(self) -> dict[str, np.ndarray]:
@@ -139,6 +142,9 @@ class K3(nnx.Module):
         return rows
 
 
+_logits = debug.compiled(lambda model, *inputs: model.forward(*inputs)[0])
+
+
 def _number_documents(segment_ids: jax.Array | None) -> jax.Array | None:
     """1, 2, 3 ... for the documents of each row, 0 for padding.
 
@@ -147,6 +153,7 @@ def _number_documents(segment_ids: jax.Array | None) -> jax.Array | None:
     """
     if segment_ids is None:
         return None
+    segment_ids = jnp.asarray(segment_ids, jnp.int32)
     spec = P(meshes.spec_of(segment_ids)[0], None)
 
     def number(ids):

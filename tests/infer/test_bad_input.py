@@ -172,5 +172,6 @@ def test_debug_checks_leave_right_calls_alone(model, tokens, monkeypatch):
     assert np.isnan(logits[0]).all()
     result = k3jax.trace(model, tokens)
     assert np.isfinite(result["logits"]).all()
-    with pytest.raises(checkify.JaxRuntimeError, match="token id lies outside"):
-        k3jax.trace(model, tokens.at[0, 0].set(-1))
+    for function in (k3jax.trace, lambda m, t: m(t)):
+        with pytest.raises(checkify.JaxRuntimeError, match="token id lies outside"):
+            function(model, tokens.at[0, 0].set(-1))

@@ -39,8 +39,7 @@ def test_text_case_matches_released_code(name):
 def test_bfloat16_is_as_close_to_float32_as_the_released_bfloat16():
     case = golden_case("bf16")
     model = k3jax.load_hf(case.checkpoint, dtype=jnp.bfloat16)
-    forward = jax.jit(lambda m, t: m(t))
-    logits = np.asarray(forward(model, jnp.asarray(case.arrays["input_ids"])), np.float64)
+    logits = np.asarray(model(jnp.asarray(case.arrays["input_ids"])), np.float64)
     wide = case.arrays["logits_f32"].astype(np.float64)
     distance = np.linalg.norm(logits - wide) / np.linalg.norm(wide)
     assert distance <= case.tolerance["rel_l2_vs_logits_f32"]
