@@ -23,8 +23,8 @@ def loss_and_gradients(model, tokens, ids, remat):
 
 
 CASES = {
-    "written_out": (two_layers(), None, "none"),
-    "scanned_packed_recomputed": (pattern_config("KMKM", block=3, dense=0), IDS, "full"),
+    "packed_experts": (two_layers(), IDS, "none"),
+    "scanned_recomputed": (pattern_config("KMKM", block=3, dense=4), None, "full"),
 }
 
 

@@ -70,10 +70,12 @@ def test_scan_and_remat_change_nothing(five, options):
     assert_same(value_and_gradients(model, tokens, **options), expected)
 
 
-@pytest.mark.parametrize(("pattern", "block"), [("KKKM" * 3 + "M", 5), ("KM" * 5, 3)])
-def test_write_once_scan_equals_the_plain_scan(pattern, block):
+@pytest.mark.parametrize(
+    ("pattern", "block", "dense"), [("KKKM" * 3 + "M", 5, 13), ("KM" * 5, 3, 0)]
+)
+def test_write_once_scan_equals_the_plain_scan(pattern, block, dense):
     """Blocks begin at different places of the repeating unit, some inside of it."""
-    cfg = pattern_config(pattern, block=block, dense=0, moe_num_experts=4)
+    cfg = pattern_config(pattern, block=block, dense=dense)
     model = randomized(cfg)
     tokens = random_tokens(cfg, *SEGMENTS.shape)
     plain = value_and_gradients(model, tokens)
@@ -101,7 +103,7 @@ def test_full_remat_keeps_the_bank_once():
     tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32)
 
     def temporaries(repeats, block):
-        cfg = pattern_config("KM" * repeats, block=block, dense=0, moe_num_experts=4)
+        cfg = pattern_config("KM" * repeats, block=block, dense=2 * repeats)
         assert cfg.num_blocks == 8
         gradient = jax.grad(lambda m, t: k3jax.next_token_loss(m, t, remat="full")[0])
         compiled = quick_jit(gradient).lower(abstract_model(cfg), tokens).compile()
