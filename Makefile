@@ -27,7 +27,7 @@ run: $(CORE) ## train the tiny model on this machine's Python library and write 
 	$(VENV)/bin/k3jax train tiny $(ARGS)
 
 test: $(DEV) ## run the test suite on two processes
-	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: $(DEV) ## run the tests that take minutes
 	$(VENV)/bin/python -m pytest -m "slow and not gpu and not tpu" $(ARGS)

@@ -17,6 +17,9 @@ from jax import lax
 
 from pallas_kernels.checks import align_varying
 
+# Operands are float32 here: accelerators must not fall back to a shorter product.
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTiles:
@@ -132,7 +135,7 @@ def _scores(tiled: _Tiled, q: jax.Array, i: Any, k: jax.Array, j: Any) -> jax.Ar
         q_ids = _slice(tiled.q_ids, i, tiled.num_q, 1)[:, :, None]
         k_ids = _slice(tiled.k_ids, j, tiled.num_k, 1)[:, None, :]
         sees &= (q_ids == k_ids) & (q_ids != 0)
-    return jnp.where(sees[:, None], jnp.einsum("bhtk,bhsk->bhts", q, k), -jnp.inf)
+    return jnp.where(sees[:, None], _product("bhtk,bhsk->bhts", q, k), -jnp.inf)
 
 
 def _over_queries(tiled: _Tiled, step: Callable, carry: Any) -> tuple[Any, Any]:
@@ -175,7 +178,7 @@ def _attention_forward(scale, q, k, v, ids, q_offset):
             weights = jnp.exp(scores - finite_peak[..., None])
             shrink = jnp.exp(peak - finite_peak)
             values = _slice(tiled.v, j, tiled.num_k, 2)
-            output = output * shrink[..., None] + jnp.einsum("bhts,bhsv->bhtv", weights, values)
+            output = output * shrink[..., None] + _product("bhts,bhsv->bhtv", weights, values)
             return new_peak, total * shrink + jnp.sum(weights, axis=-1), output
 
         zeros = jnp.zeros_like(q_tile, shape=(*q_tile.shape[:3], v.shape[-1]))
@@ -215,16 +218,16 @@ def _attention_backward(scale, kept, d_output):
             d_q, d_k, d_v = running
             k_tile, v_tile = (_slice(x, j, tiled.num_k, 2) for x in (tiled.k, tiled.v))
             weights = jnp.exp(_scores(tiled, q_tile, i, k_tile, j) - log_sum_tile)
-            d_weights = jnp.einsum("bhtv,bhsv->bhts", d_out_tile, v_tile)
+            d_weights = _product("bhtv,bhsv->bhts", d_out_tile, v_tile)
             d_scores = weights * (d_weights - offset_tile)
-            d_q += jnp.einsum("bhts,bhsk->bhtk", d_scores, k_tile)
+            d_q += _product("bhts,bhsk->bhtk", d_scores, k_tile)
 
             def add(total, part):
                 part += _slice(total, j, tiled.num_k, 2)
                 return lax.dynamic_update_slice_in_dim(total, part, j * tiled.num_k, 2)
 
-            d_k = add(d_k, jnp.einsum("bhts,bhtk->bhsk", d_scores, q_tile))
-            d_v = add(d_v, jnp.einsum("bhts,bhtv->bhsv", weights, d_out_tile))
+            d_k = add(d_k, _product("bhts,bhtk->bhsk", d_scores, q_tile))
+            d_v = add(d_v, _product("bhts,bhtv->bhsv", weights, d_out_tile))
             return d_q, d_k, d_v
 
         d_q, d_k, d_v = _over_keys(tiled, i, key_tile, (jnp.zeros_like(q_tile), *carry))
