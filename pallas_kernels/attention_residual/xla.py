@@ -16,6 +16,9 @@ from jax import lax
 
 from pallas_kernels.checks import align_varying
 
+# Float32 scores: accelerators must not fall back to a shorter product.
+_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
 
 def attention_residual(
     bank: jax.Array, current: jax.Array, query: jax.Array, count: int | jax.Array, eps: float
@@ -58,7 +61,7 @@ def _mix_forward(eps, bank, current, query, count):
     num_entries, _, width = rows.shape
     squares = jnp.sum((rows * rows).reshape(-1, width), axis=-1).reshape(rows.shape[:2])
     squares = _stack(squares, jnp.sum(now * now, axis=-1), count)
-    products = _stack(rows @ query, now @ query, count)  # [N+1, R]
+    products = _stack(_product(rows, query), _product(now, query), count)  # [N+1, R]
     inverse_norm = lax.rsqrt(squares / width + eps)
     exists = jnp.append(jnp.arange(num_entries) < count, True)
     scores = jnp.where(exists[:, None], products * inverse_norm, -jnp.inf)
@@ -99,7 +102,10 @@ def _mix_backward(eps, kept, cotangents):
     exists = (jnp.arange(bank.shape[0]) < count)[:, None, None]
     d_bank = jnp.where(exists, d_rows(bank.astype(query.dtype), slice(-1)), 0)
     d_query = lax.fori_loop(
-        0, count, lambda n, total: total + d_products[n] @ row(n), d_products[-1] @ now
+        0,
+        count,
+        lambda n, total: total + _product(d_products[n], row(n)),
+        _product(d_products[-1], now),
     )
     d_current = d_rows(now, -1)
     return d_bank.astype(bank.dtype), d_current.astype(current.dtype), d_query, None

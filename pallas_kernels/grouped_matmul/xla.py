@@ -49,7 +49,7 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> 
 
 
 def _product(tile: jax.Array, matrix: jax.Array) -> jax.Array:
-    return tile @ matrix
+    return jnp.matmul(tile, matrix, precision=jax.lax.Precision.HIGHEST)
 
 
 def grouped_apply(
