@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # Layer -> the layers it may import besides itself. `k3jax.errors` holds exception types only and
 # may be imported by everything in k3jax.
-BASE = {"meshes", "pallas_kernels", "k3jax.config", "k3jax.precision"}
+BASE = {"meshes", "pallas_kernels", "k3jax.config", "k3jax.precision", "k3jax.media"}
 OPS = BASE | {"k3jax.ops"}
 NN = OPS | {"k3jax.nn"}
 MODEL = NN | {"k3jax.model"}
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "k3jax.config": set(),
     "k3jax.precision": set(),
     "k3jax.chat": set(),
+    "k3jax.media": {"k3jax.config"},
     "k3jax.ops": BASE,
     "k3jax.nn": OPS,
     "k3jax.model": NN,
