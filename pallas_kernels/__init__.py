@@ -13,9 +13,11 @@ from pallas_kernels.attention_residual import attention_residual
 from pallas_kernels.grouped_matmul import grouped_apply, grouped_matmul
 from pallas_kernels.kda import kda, kda_decode, kda_gate
 from pallas_kernels.mla import mla_attention
+from pallas_kernels.mxfp4 import MXFP4
 from pallas_kernels.short_conv import short_conv
 
 __all__ = [
+    "MXFP4",
     "attention_residual",
     "grouped_apply",
     "grouped_matmul",

@@ -13,6 +13,7 @@ BUILT = {
     "grouped_matmul": (("reference", "xla"), "xla"),
     "kda": (("reference", "xla"), "xla"),
     "mla_attention": (("reference", "xla"), "xla"),
+    "mxfp4": (("reference", "xla"), "xla"),
     "short_conv": (("reference", "xla"), "xla"),
 }
 

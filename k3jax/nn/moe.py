@@ -19,6 +19,9 @@ class LatentMoE(nnx.Module):
 
     z = x W_down; u = sum_e w_e expert_e(z) (complete over all experts); y = norm(u) W_up;
     result y + shared(x). Without a latent width the experts read x and y = u.
+
+    `expert_gate`, `expert_up` and `expert_down` are trained arrays, or `PackedMatrix` after
+    `k3jax.model.pack_experts`.
     """
 
     def __init__(self, cfg: K3Config, key: jax.Array):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import meshes
 import pallas_kernels
 from k3jax.precision import matmul_precision
+from pallas_kernels import MXFP4
 
 
 def select_experts(
@@ -52,9 +53,9 @@ def routed_experts(
     ids: jax.Array,  # [B, T, R] int32
     weights: jax.Array,  # [B, T, R] float32
     real: jax.Array | None,  # [B, T] bool; False = padding, not dispatched
-    gate: jax.Array,  # [E, C, F]
-    up: jax.Array,  # [E, C, F]
-    down: jax.Array,  # [E, F, C]
+    gate: jax.Array | MXFP4,  # [E, C, F]
+    up: jax.Array | MXFP4,  # [E, C, F]
+    down: jax.Array | MXFP4,  # [E, F, C]
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """sum_r weights_r * expert_{ids_r}(x), accumulated in float32, in x's dtype; [B, T, C]."""
@@ -82,8 +83,10 @@ def routed_experts(
             )
             return jnp.matmul(hidden, down, precision=precision)
 
-        matrices = tuple(w.astype(dtype) for w in (gate, up, down))
-        if dtype == jnp.float32:
+        matrices = (gate, up, down)
+        is_packed = any(isinstance(w, MXFP4) for w in matrices)
+        matrices = tuple(w if isinstance(w, MXFP4) else w.astype(dtype) for w in matrices)
+        if dtype == jnp.float32 and not is_packed:
             out = pallas_kernels.grouped_apply(expert, rows, matrices, sizes)
         else:  # the release rounds the hidden activation to the model's type
             hidden = activation(

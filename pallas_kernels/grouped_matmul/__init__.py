@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.mxfp4 import MXFP4
 
 _PRODUCTS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
 _APPLICATIONS = {"reference": reference.grouped_apply, "xla": xla.grouped_apply}
@@ -17,7 +18,7 @@ _APPLICATIONS = {"reference": reference.grouped_apply, "xla": xla.grouped_apply}
 
 def grouped_matmul(
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | MXFP4,
     group_sizes: jax.Array,
     *,
     implementation: str | None = None,
@@ -32,7 +33,8 @@ def grouped_matmul(
 
     Args:
         x: rows sorted by group [M, K], float32 or bfloat16.
-        weights: one matrix per group [E, K, N].
+        weights: one matrix per group [E, K, N]; an `MXFP4` stack is multiplied as stored and
+            gets no gradient.
         group_sizes: int [E] with a sum of at most M.
         implementation: None, "reference" or "xla".
 
@@ -48,7 +50,10 @@ def grouped_matmul(
     form = _PRODUCTS[choose_implementation("grouped_matmul", implementation)]
     require_rank("grouped_matmul", "M K", x=x)
     require_rank("grouped_matmul", "E K N", weights=weights)
-    require_floating("grouped_matmul", weights=weights)
+    if isinstance(weights, MXFP4):
+        weights.check("grouped_matmul")
+    else:
+        require_floating("grouped_matmul", weights=weights)
     if weights.shape[1] != x.shape[1]:
         raise ValueError(
             f"grouped_matmul: weights {weights.shape} [E, K, N] cannot multiply x {x.shape} [M, K]"

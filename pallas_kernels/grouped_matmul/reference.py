@@ -6,9 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mxfp4 import MXFP4
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+
+def grouped_matmul(x: jax.Array, weights: jax.Array | MXFP4, group_sizes: jax.Array) -> jax.Array:
     """See `pallas_kernels.grouped_matmul`; float64 operands are computed in float64."""
+    if isinstance(weights, MXFP4):
+        weights = weights.dequantize(jnp.float32, implementation="reference")
     return grouped_apply(lambda row, matrix: row @ matrix, x, weights, group_sizes)
 
 
