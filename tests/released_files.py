@@ -20,7 +20,8 @@ def random_tensors(cfg: K3Config, seed: int = 0) -> dict[str, np.ndarray]:
         if "norm.weight" in name:
             z = 1 + 0.2 * z
         elif name.endswith("A_log"):
-            z = np.pad(0.5 * z, (0, max(0, cfg.kda.head_dim - len(z))))
+            z = np.zeros(max(cfg.kda.head_dim, cfg.kda.num_heads), np.float32)
+            z[: cfg.kda.num_heads] = 0.5 * random.standard_normal(cfg.kda.num_heads)
         elif name.endswith("e_score_correction_bias"):
             z = 0.1 * z
         elif name.endswith("embed_tokens.weight"):

@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from k3jax.checkpoint.names import Placement, placements
+from k3jax.checkpoint.names import placements
+from k3jax.checkpoint.placement import Placement
 from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.model import K3, abstract_model
@@ -157,12 +158,13 @@ def _faults(reader: _Reader, name: str, placement: Placement, file: Path) -> Ite
         return
     shape, dtype = header
     if not placement.matches(shape):
-        yield f"shape: {name} is {list(shape)}, expected {list(placement.shape)}"
+        wanted = (placement.num_heads,) if placement.layout == "decay" else placement.shape
+        yield f"shape: {name} is {list(shape)}, expected {list(wanted)}"
     elif not dtype.startswith(("F", "BF")):
         yield f"type: {name} is {dtype}, expected floating point"
     elif placement.layout == "decay":  # the only layout whose values can be wrong
         try:
-            placement.to_ours(reader.read(name), placement.shape)
+            _to_ours(placement, reader.read(name), (placement.num_heads,))
         except ValueError as error:
             yield f"value: {error}"
 
@@ -185,6 +187,22 @@ def _assemble(name, variable, own: list[Placement], reader: _Reader, dtype) -> j
         if array is None:
             wanted = np.float32 if keep else (dtype or stored.dtype)
             array = np.empty(shape, jnp.dtype(wanted))
-        array[placement.index] = placement.to_ours(stored, shape[len(placement.index) :])
+        array[placement.index] = _to_ours(placement, stored, shape[len(placement.index) :])
     assert array is not None, name
     return jnp.asarray(array)
+
+
+def _to_ours(placement: Placement, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The stored tensor as our array of `shape`."""
+    if placement.layout == "matrix":
+        return stored.reshape(stored.shape[0], -1).T.reshape(shape)
+    if placement.layout == "decay":
+        flat = stored.reshape(-1)
+        tail = flat[shape[0] :]
+        if np.any(tail != 0):
+            raise ValueError(
+                f"{placement.released}: entries from {shape[0]} on must be zero padding, found "
+                f"{tail[tail != 0][0]}; the decay is one value per head"
+            )
+        return flat[: shape[0]]
+    return stored.reshape(shape)

@@ -1,64 +1,26 @@
 """The released tensor names, and where each tensor lives in our model (SEMANTICS 2)."""
 
 import dataclasses
+import functools
+import json
 from collections.abc import Iterator
-from typing import Literal
 
-import numpy as np
-
+from k3jax.checkpoint.placement import Placement
 from k3jax.config import K3Config, LayerKind
+from k3jax.config.hf_writer import STORED_SHAPES
 from k3jax.model.layout import Segment, plan_segments
+from pallas_kernels.mxfp4 import GROUP
 
-Layout = Literal["same", "matrix", "decay"]
+PREFIX = "language_model."
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
-    """One released tensor.
+def placements(cfg: K3Config, *, packed: bool = False) -> Iterator[Placement]:
+    """Every tensor of a checkpoint with this configuration, each exactly once.
 
-    Attributes:
-        released: its name, without the `language_model.` prefix.
-        shape: its stored shape.
-        variable: name of our variable (`named_variables`).
-        index: leading indices inside that variable (repeat of a scanned unit, expert).
-        layout: "matrix" is stored [out, in] and kept [in, out], heads as their own dimension;
-            "decay" is flat, one entry per head, zero-padded; "same" keeps the element order.
+    Args:
+        cfg: the model; the text model alone when `cfg.vision` is None.
+        packed: routed experts are MXFP4 codes and scales, in `PackedMatrix` variables.
     """
-
-    released: str
-    shape: tuple[int, ...]
-    variable: str
-    index: tuple[int, ...] = ()
-    layout: Layout = "same"
-
-    def matches(self, shape: tuple[int, ...]) -> bool:
-        """Whether a stored tensor of this shape can be placed here."""
-        if self.layout == "decay":  # padded to any length, and 4-D in the previous family
-            return int(np.prod(shape)) >= self.shape[0]
-        return tuple(shape) == self.shape
-
-    def to_ours(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The stored tensor as our array of `shape`.
-
-        Raises:
-            ValueError: a decay tensor with a non-zero tail, which means another layout.
-        """
-        if self.layout == "matrix":
-            return stored.reshape(stored.shape[0], -1).T.reshape(shape)
-        if self.layout == "decay":
-            flat = stored.reshape(-1)
-            tail = flat[shape[0] :]
-            if np.any(tail != 0):
-                raise ValueError(
-                    f"{self.released}: entries from {shape[0]} on must be zero padding, found "
-                    f"{tail[tail != 0][0]}; the decay is one value per head"
-                )
-            return flat[: shape[0]]
-        return stored.reshape(shape)
-
-
-def placements(cfg: K3Config) -> Iterator[Placement]:
-    """Every text tensor of a checkpoint with this configuration, each exactly once."""
     width = cfg.dim
     yield _plain("model.embed_tokens.weight", (cfg.vocab_size, width), "language.embedding")
     yield _matrix("lm_head.weight", (cfg.vocab_size, width), "language.head")
@@ -70,21 +32,56 @@ def placements(cfg: K3Config) -> Iterator[Placement]:
             for position, kind in enumerate(segment.unit):
                 layer = segment.layer_index(repeat, position)
                 ours = f"language.stack.segments.{number}.layers.{position}"
-                yield from _layer(cfg, kind, f"model.layers.{layer}", ours, _index(segment, repeat))
+                index = _index(segment, repeat)
+                yield from _layer(cfg, kind, f"model.layers.{layer}", ours, index)
+                if kind.feed_forward == "moe":
+                    stem = f"model.layers.{layer}.block_sparse_moe.experts"
+                    yield from _experts(cfg, stem, f"{ours}.feed_forward", index, packed)
+
+
+def released_name(cfg: K3Config, name: str) -> str:
+    """The full name of a tensor in a checkpoint of this family: K3 puts a prefix on text names."""
+    is_text = name.startswith(("model.", "lm_head."))
+    return PREFIX + name if is_text and cfg.model_type == "kimi_k3" else name
+
+
+def decay_shape(cfg: K3Config) -> tuple[int, ...]:
+    """Stored shape of the decay: that of the file it came from, else what the release has."""
+    stored = _stored_decay_shape(cfg.source_json)
+    if stored is not None:
+        return stored
+    if cfg.model_type == "kimi_k3":
+        return (max(cfg.kda.num_heads, cfg.kda.head_dim),)
+    return (cfg.kda.num_heads,)
+
+
+def with_decay_shape(cfg: K3Config, shape: tuple[int, ...]) -> K3Config:
+    """The same model, whose decay is stored in this shape: its padding differs between files."""
+    if shape == decay_shape(cfg):
+        return cfg
+    document = json.loads(cfg.source_json) if cfg.source_json else cfg.to_hf()
+    document[STORED_SHAPES] = {"A_log": list(shape)}
+    return dataclasses.replace(cfg, source_json=json.dumps(document))
+
+
+@functools.cache
+def _stored_decay_shape(source_json: str) -> tuple[int, ...] | None:
+    stored = json.loads(source_json).get(STORED_SHAPES) if source_json else None
+    return None if stored is None else tuple(stored["A_log"])
 
 
 def _index(segment: Segment, repeat: int) -> tuple[int, ...]:
     return (repeat,) if segment.repeats > 1 else ()
 
 
-def _matrix(released, shape, variable, index=()) -> Placement:
+def _matrix(released, shape, variable, index=(), dtype="BF16") -> Placement:
     return Placement(
-        released=released, shape=shape, variable=variable, index=index, layout="matrix"
+        released=released, shape=shape, variable=variable, index=index, layout="matrix", dtype=dtype
     )
 
 
-def _plain(released, shape, variable, index=()) -> Placement:
-    return Placement(released=released, shape=shape, variable=variable, index=index)
+def _plain(released, shape, variable, index=(), dtype="BF16") -> Placement:
+    return Placement(released=released, shape=shape, variable=variable, index=index, dtype=dtype)
 
 
 def _mix(released: str, width: int, ours: str, index) -> Iterator[Placement]:
@@ -121,15 +118,18 @@ def _kda(cfg: K3Config, released: str, ours: str, index) -> Iterator[Placement]:
             (channels, 1, cfg.kda.conv_size),
             f"{ours}.{letter}_conv",
             index,
+            "F32",
         )
     yield Placement(
         released=f"{released}.A_log",
-        shape=(heads,),
+        shape=decay_shape(cfg),
         variable=f"{ours}.A_log",
         index=index,
         layout="decay",
+        dtype="F32",
+        num_heads=heads,
     )
-    yield _plain(f"{released}.dt_bias", (channels,), f"{ours}.dt_bias", index)
+    yield _plain(f"{released}.dt_bias", (channels,), f"{ours}.dt_bias", index, "F32")
     yield _matrix(f"{released}.f_a_proj.weight", (width, dim), f"{ours}.f_a", index)
     yield _matrix(f"{released}.f_b_proj.weight", (channels, width), f"{ours}.f_b", index)
     yield _matrix(f"{released}.b_proj.weight", (heads, dim), f"{ours}.b_proj", index)
@@ -138,7 +138,7 @@ def _kda(cfg: K3Config, released: str, ours: str, index) -> Iterator[Placement]:
     else:
         yield _matrix(f"{released}.g_a_proj.weight", (width, dim), f"{ours}.g_a", index)
         yield _matrix(f"{released}.g_b_proj.weight", (channels, width), f"{ours}.g_b", index)
-    yield _plain(f"{released}.o_norm.weight", (width,), f"{ours}.o_norm", index)
+    yield _plain(f"{released}.o_norm.weight", (width,), f"{ours}.o_norm", index, "F32")
     yield _matrix(f"{released}.o_proj.weight", (dim, channels), f"{ours}.o_proj", index)
 
 
@@ -174,32 +174,43 @@ def _mlp(dim: int, hidden: int, released: str, ours: str, index) -> Iterator[Pla
 
 
 def _moe(cfg: K3Config, released: str, ours: str, index) -> Iterator[Placement]:
+    """All of a block with experts but the routed experts themselves."""
     moe, dim = cfg.moe, cfg.dim
-    width, hidden = moe.latent_dim or dim, moe.expert_hidden_dim
     yield _matrix(f"{released}.gate.weight", (moe.num_experts, dim), f"{ours}.router", index)
     yield _plain(
-        f"{released}.gate.e_score_correction_bias", (moe.num_experts,), f"{ours}.router_bias", index
+        f"{released}.gate.e_score_correction_bias",
+        (moe.num_experts,),
+        f"{ours}.router_bias",
+        index,
+        "F32",
     )
     if moe.latent_dim is not None:
-        yield _matrix(
-            f"{released}.routed_expert_down_proj.weight", (width, dim), f"{ours}.latent_down", index
-        )
+        stem, width = f"{released}.routed_expert", moe.latent_dim
+        yield _matrix(f"{stem}_down_proj.weight", (width, dim), f"{ours}.latent_down", index)
         if moe.latent_norm:
-            yield _plain(
-                f"{released}.routed_expert_norm.weight",
-                (width,),
-                f"{ours}.latent_norm.weight",
-                index,
-            )
-        yield _matrix(
-            f"{released}.routed_expert_up_proj.weight", (dim, width), f"{ours}.latent_up", index
-        )
+            yield _plain(f"{stem}_norm.weight", (width,), f"{ours}.latent_norm.weight", index)
+        yield _matrix(f"{stem}_up_proj.weight", (dim, width), f"{ours}.latent_up", index)
     if moe.num_shared_experts:
-        shared = moe.num_shared_experts * hidden
+        shared = moe.num_shared_experts * moe.expert_hidden_dim
         yield from _mlp(dim, shared, f"{released}.shared_experts", f"{ours}.shared", index)
+
+
+def _experts(cfg: K3Config, released: str, ours: str, index, packed: bool) -> Iterator[Placement]:
+    """The routed experts: w1 is the gate, w3 the up and w2 the down matrix."""
+    moe = cfg.moe
+    width, hidden = moe.latent_dim or cfg.dim, moe.expert_hidden_dim
+    matrices = (
+        ("w1", "expert_gate", hidden, width),
+        ("w3", "expert_up", hidden, width),
+        ("w2", "expert_down", width, hidden),
+    )
     for expert in range(moe.num_experts):
         own = (*index, expert)
-        stem = f"{released}.experts.{expert}"
-        yield _matrix(f"{stem}.w1.weight", (hidden, width), f"{ours}.expert_gate", own)
-        yield _matrix(f"{stem}.w3.weight", (hidden, width), f"{ours}.expert_up", own)
-        yield _matrix(f"{stem}.w2.weight", (width, hidden), f"{ours}.expert_down", own)
+        for letter, name, out, into in matrices:
+            stem, variable = f"{released}.{expert}.{letter}.weight", f"{ours}.{name}"
+            if packed:
+                codes, scales = (out, into // 2), (out, into // GROUP)
+                yield _plain(f"{stem}_packed", codes, f"{variable}.codes", own, "U8")
+                yield _plain(f"{stem}_scale", scales, f"{variable}.scales", own, "U8")
+            else:
+                yield _matrix(stem, (out, into), variable, own)

@@ -13,6 +13,10 @@ from k3jax.config.architecture import K3Config
 from k3jax.config.keys import LAYOUT, OMITTED, VISION_PATH, Key, Section, is_required
 from k3jax.config.parts import LATENT_NORM_EPS
 
+# Where `source_json` remembers shapes that differ between files of one architecture, so that a
+# checkpoint is written back as it was. Never part of a config.json.
+STORED_SHAPES = "k3jax_stored_shapes"
+
 
 def to_hf(cfg: K3Config) -> dict[str, Any]:
     """The `config.json` of `cfg`; `from_hf` of it gives an equal configuration.
@@ -29,6 +33,8 @@ def to_hf(cfg: K3Config) -> dict[str, Any]:
             f"key for it and every reader takes {LATENT_NORM_EPS}"
         )
     document = json.loads(cfg.source_json) if cfg.source_json else None
+    if document is not None:
+        document.pop(STORED_SHAPES, None)
     # A file of the other family has another layout: nothing of it fits.
     is_fresh = document is None or document["model_type"] != cfg.model_type
     if is_fresh:
