@@ -1,4 +1,4 @@
-"""Causal attention with segments and unequal key and value widths, in tiles (flash attention)."""
+"""Attention with segments and unequal key and value widths, in tiles (flash attention)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,13 @@ def mla_attention(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     q_offset: int | jax.Array = 0,
+    causal: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attend from each query to the keys before it in its segment.
+    """Attend from each query to the keys before it (or all keys) of its segment.
 
         output[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]
-        over s <= t + q_offset with kv_segment_ids[s] == segment_ids[t] != 0.
+        over s <= t + q_offset (all s unless causal) with kv_segment_ids[s] == segment_ids[t] != 0.
 
     A query that sees no key (padding, for one) returns 0 and passes no gradient. Padded
     queries, and keys and values that are padding or lie past the last query, may hold NaN.
@@ -37,6 +38,7 @@ def mla_attention(
         segment_ids: int [B, T] of the queries; None when every token is real and of one segment.
         kv_segment_ids: int [B, S] of the keys; None takes `segment_ids`, which needs S = T.
         q_offset: position of the first query among the keys, an int or int32 [] or [B].
+        causal: False lets a query see every key of its segment, whatever the offset.
         implementation: None, "reference" or "xla".
 
     Returns:
@@ -78,5 +80,9 @@ def mla_attention(
     require_integer(op, q_offset=q_offset)
     if q_offset.shape not in ((), (batch,)):
         raise ValueError(f"{op}: q_offset has shape {q_offset.shape}; expected () or ({batch},)")
-    q_offset = jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
-    return form(q, k, v, scale, segment_ids, kv_segment_ids, q_offset)
+    # The last key position that each query may see.
+    q_limits = jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)[:, None]
+    q_limits = q_limits + jnp.arange(num_queries)
+    if not causal:
+        q_limits = jnp.full_like(q_limits, num_keys - 1)
+    return form(q, k, v, scale, segment_ids, kv_segment_ids, q_limits)

@@ -1,4 +1,4 @@
-"""The definition of causal attention with segments: one query token at a time."""
+"""The definition of attention with segments: one query token at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def mla_attention(
     scale: float,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    q_offset: jax.Array,
+    q_limits: jax.Array,
 ) -> jax.Array:
     """See `pallas_kernels.mla_attention`; float64 operands are computed in float64."""
     if segment_ids is None:
@@ -35,6 +35,5 @@ def mla_attention(
         output = jnp.einsum("bhs,bshv->bhv", probabilities, values)
         return jnp.where(sees_any[:, None, None], output, 0)
 
-    limits = q_offset[:, None] + jnp.arange(q.shape[1])
-    tokens = tuple(jnp.moveaxis(array, 1, 0) for array in (q, segment_ids, limits))
+    tokens = tuple(jnp.moveaxis(array, 1, 0) for array in (q, segment_ids, q_limits))
     return jnp.moveaxis(jax.lax.map(attend, tokens), 0, 1).astype(q.dtype)

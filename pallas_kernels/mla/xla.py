@@ -44,15 +44,15 @@ def mla_attention(
     scale: float,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    q_offset: jax.Array,
+    q_limits: jax.Array,
 ) -> jax.Array:
     """See `pallas_kernels.mla_attention`."""
     if segment_ids is None:
-        q, k, v, q_offset = align_varying(q, k, v, q_offset)
+        q, k, v, q_limits = align_varying(q, k, v, q_limits)
         ids = None
     else:
-        q, k, v, q_offset, *ids = align_varying(q, k, v, q_offset, segment_ids, kv_segment_ids)
-    return _attention(scale, q, k, v, ids, q_offset)
+        q, k, v, q_limits, *ids = align_varying(q, k, v, q_limits, segment_ids, kv_segment_ids)
+    return _attention(scale, q, k, v, ids, q_limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,10 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, padding)
 
 
-def _tiled(scale, q, k, v, ids, q_offset) -> _Tiled:
+def _tiled(scale, q, k, v, ids, q_limits) -> _Tiled:
     precise = jnp.promote_types(q.dtype, jnp.float32)
     tiles = _tiles_for(k.shape[1])
     num_q, num_k = min(tiles.queries, q.shape[1]), min(tiles.keys, k.shape[1])
-    q_limits = q_offset[:, None] + jnp.arange(q.shape[1])
     q_ids, k_ids = (None, None) if ids is None else ids
     q_is_real = jnp.ones_like(q_limits, dtype=bool) if ids is None else q_ids != 0
     k_is_real = jnp.arange(k.shape[1]) <= q_limits[:, -1:]
@@ -159,12 +158,12 @@ def _over_keys(tiled: _Tiled, i: Any, step: Callable, carry: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(scale, q, k, v, ids, q_offset):
-    return _attention_forward(scale, q, k, v, ids, q_offset)[0]
+def _attention(scale, q, k, v, ids, q_limits):
+    return _attention_forward(scale, q, k, v, ids, q_limits)[0]
 
 
-def _attention_forward(scale, q, k, v, ids, q_offset):
-    tiled = _tiled(scale, q, k, v, ids, q_offset)
+def _attention_forward(scale, q, k, v, ids, q_limits):
+    tiled = _tiled(scale, q, k, v, ids, q_limits)
 
     def query_tile(carry, i):
         q_tile = _slice(tiled.q, i, tiled.num_q, 2)
@@ -193,12 +192,12 @@ def _attention_forward(scale, q, k, v, ids, q_offset):
     _, (output, log_sum) = _over_queries(tiled, query_tile, ())
     num_queries = q.shape[1]
     output = jnp.swapaxes(output[:, :, :num_queries], 1, 2).astype(q.dtype)
-    return output, (q, k, v, ids, q_offset, output, log_sum[:, :, :num_queries])
+    return output, (q, k, v, ids, q_limits, output, log_sum[:, :, :num_queries])
 
 
 def _attention_backward(scale, kept, d_output):
-    q, k, v, ids, q_offset, output, log_sum = kept
-    tiled = _tiled(scale, q, k, v, ids, q_offset)
+    q, k, v, ids, q_limits, output, log_sum = kept
+    tiled = _tiled(scale, q, k, v, ids, q_limits)
     precise = tiled.q.dtype
     sees_any = jnp.swapaxes(log_sum < jnp.inf, 1, 2)[..., None]
     d_output = jnp.where(sees_any, d_output, 0).astype(precise)  # [B, T, H, V]

@@ -47,6 +47,16 @@ def test_mla_attention_matches_definition(segment_ids):
 
 
 @pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("segment_ids", [None, IDS], ids=["whole", "packed"])
+def test_mla_attention_to_later_keys_matches_definition(segment_ids):
+    op = functools.partial(attention, segment_ids=segment_ids, causal=False)
+    (output,), _ = assert_matches_definition(op, SELF)
+    if segment_ids is None:  # the first query sees all, so order of the keys means nothing
+        turned = op("xla", *(jnp.float32(x[:, ::-1]) for x in SELF))
+        assert_close(turned[:, ::-1], output)
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("q_offset", [S - T, np.array([4, 1]), -2], ids=["last", "rows", "early"])
 def test_mla_attention_with_offset_matches_definition(q_offset):
     """Queries may begin anywhere; with offset -2 the first two see no key and return 0."""
@@ -108,9 +118,13 @@ def test_mla_attention_visits_only_tiles_that_meet(monkeypatch):
     monkeypatch.setattr(xla, "TILES", {None: xla.AttentionTiles(queries=4, keys=4)})
     ids = np.array([[1] * 5 + [2] * 7 + [0] * 4])
     x = jnp.zeros((1, 16, 1, 2))
-    tiled = xla._tiled(1.0, x, x, x, (ids, ids), jnp.zeros(1, jnp.int32))
-    bounds = list(zip(tiled.first_tile.tolist(), tiled.last_tile.tolist(), strict=True))
-    assert bounds == [(0, 1), (0, 2), (1, 3), (0, 0)]
+
+    def bounds(q_limits):
+        tiled = xla._tiled(1.0, x, x, x, (ids, ids), q_limits[None])
+        return list(zip(tiled.first_tile.tolist(), tiled.last_tile.tolist(), strict=True))
+
+    assert bounds(jnp.arange(16)) == [(0, 1), (0, 2), (1, 3), (0, 0)]
+    assert bounds(jnp.full(16, 15)) == [(0, 2), (0, 3), (1, 3), (0, 0)]  # not causal
 
 
 def test_mla_attention_program_and_memory_do_not_grow_with_the_square_of_length():
