@@ -5,13 +5,12 @@ import functools
 import json
 from collections.abc import Iterator
 
+from k3jax.checkpoint.folder import PREFIX
 from k3jax.checkpoint.placement import Placement
 from k3jax.config import K3Config, LayerKind
 from k3jax.config.hf_writer import STORED_SHAPES
 from k3jax.model.layout import Segment, plan_segments
 from pallas_kernels.mxfp4 import GROUP
-
-PREFIX = "language_model."
 
 
 def placements(cfg: K3Config, *, packed: bool = False) -> Iterator[Placement]:
