@@ -88,7 +88,8 @@ def compiled_step(cfg: K3Config, config: BenchConfig, *, remat: str | None = Non
     state = parts.abstract_state(optimizer)
     tokens = jax.ShapeDtypeStruct((config.batch, config.length), np.int32)
     begin = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, tokens, tokens).compile()
+    batch = {"tokens": tokens, "segment_ids": tokens}
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
     return compiled, lambda: parts.fresh_state(optimizer, 0), time.perf_counter() - begin
 
 
@@ -103,7 +104,8 @@ def time_step(config: BenchConfig) -> dict:
     for _ in range(config.steps + 2):
         tokens = generator.integers(0, 256, (config.batch, config.length), dtype=np.int32)
         begin = time.perf_counter()
-        state, metrics = compiled(state, tokens, np.ones_like(tokens))
+        batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens)}
+        state, metrics = compiled(state, batch)
         jax.block_until_ready(metrics["loss"])
         seconds.append(time.perf_counter() - begin)
     step = statistics.median(seconds[2:])

@@ -9,6 +9,7 @@ import numpy as np
 NUM_BYTES = 256
 BEGIN_OF_DOCUMENT = 256  # released [BOS], 163584
 END_OF_DOCUMENT = 257  # released [EOS], 163585: document end in pre-training, not the chat stop
+MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD = range(274, 278)  # released 163602 ... 163605
 NUM_CONTROL = 256
 VOCABULARY = NUM_BYTES + NUM_CONTROL
 

@@ -7,6 +7,7 @@ import typing
 from k3jax.errors import UserError
 
 # What `k3jax resume` may change: nothing that alters what has been computed so far.
+DEFAULT_PICTURES = 0.25
 RESUMABLE = ("steps", "max_skipped", "profile", "checkpoint.", "evaluation.")
 
 
@@ -45,6 +46,32 @@ class DataConfig:
     """Folder of UTF-8 text; by default the source of Python's standard library."""
     held_out_fraction: float = 0.06
     """Share of the bytes kept for evaluation, split by file."""
+    pictures: float | None = None
+    """Share of the rows that show words of the text as pictures; by default 0.25 where the model
+    sees, else 0."""
+    digits: float = 0.0
+    """Share of the rows with handwritten digits (needs the extra k3jax[digits])."""
+
+    def shares(self, sees: bool) -> dict[str, float]:
+        """Source -> share of the rows, for a model that sees or does not.
+
+        Raises:
+            UserError: shares outside [0, 1], or pictures for a model without vision.
+        """
+        pictures = self.pictures
+        if pictures is None:
+            pictures = DEFAULT_PICTURES if sees else 0.0
+        for name, share in (("pictures", pictures), ("digits", self.digits)):
+            if not 0 <= share <= 1:
+                raise UserError(f"data.{name}={share} must be in [0, 1]")
+            if share and not sees:
+                raise UserError(f"data.{name}={share}, but this model has no vision tower")
+        text = round(1 - pictures - self.digits, 6)
+        if text < 0:
+            raise UserError(
+                f"data.pictures={pictures} and data.digits={self.digits} leave {text} for text"
+            )
+        return {"text": text, "pictures": pictures, "digits": self.digits}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

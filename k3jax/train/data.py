@@ -1,10 +1,11 @@
-"""The text of a run, read and checked before anything else is done."""
+"""What a run trains on and is measured on, read and checked before anything else is done."""
 
 import dataclasses
 
 from k3jax.config import K3Config
-from k3jax.data.bytes import END_OF_DOCUMENT
+from k3jax.data.bytes import END_OF_DOCUMENT, MEDIA_PAD
 from k3jax.data.corpus import Corpus, load_corpus
+from k3jax.data.mixture import Mixture
 from k3jax.data.packing import PackedRows
 from k3jax.errors import UserError
 from k3jax.train.config import TrainConfig
@@ -12,24 +13,27 @@ from k3jax.train.config import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """A corpus and its rows."""
+    """A corpus, the rows to train on, and those held out."""
 
     corpus: Corpus
-    train: PackedRows
+    mixture: Mixture
     held_out: PackedRows
+    held_out_pictures: "PictureRows | None"
 
 
 def read_data(config: TrainConfig, model: K3Config) -> TrainingData:
-    """Load, split and pack the text of a run. Needs no device.
+    """Load, split and pack the data of a run. Needs no device.
 
     Raises:
-        UserError: no text, too little for one batch, or a model without the byte vocabulary.
+        UserError: no text, too little for one batch, a model without the byte vocabulary, shares
+            that do not fit, pictures that do not fit a row.
     """
     if model.vocab_size <= END_OF_DOCUMENT:
         raise UserError(
             f"vocab_size={model.vocab_size} has no room for 256 bytes and the two document marks; "
             f"training on bytes needs at least {END_OF_DOCUMENT + 1}"
         )
+    shares = config.data.shares(model.vision is not None)
     corpus = load_corpus(config.data.path, held_out_fraction=config.data.held_out_fraction)
     train = PackedRows(corpus.train, config.length, config.seed)
     if len(train) < config.batch:
@@ -38,5 +42,37 @@ def read_data(config: TrainConfig, model: K3Config) -> TrainingData:
             f"{len(train)} rows of {config.length}, and one batch takes {config.batch}. Add text, "
             "or lower --length or --batch"
         )
+    sources, held_out_pictures = {"text": train}, None
+    if shares["pictures"] or shares["digits"]:
+        pictures, held_out_pictures = _pictures(config, model, corpus, shares)
+        sources |= pictures
     # Held-out rows do not depend on the seed: runs with other seeds are measured alike.
-    return TrainingData(corpus, train, PackedRows(corpus.held_out, config.length, 0))
+    return TrainingData(
+        corpus,
+        Mixture(sources, shares, config.seed),
+        PackedRows(corpus.held_out, config.length, 0),
+        held_out_pictures,
+    )
+
+
+def _pictures(config: TrainConfig, model: K3Config, corpus: Corpus, shares: dict[str, float]):
+    """Rows with pictures to train on, by source, and the held-out ones."""
+    from k3jax.data.picture_rows import PictureRows
+    from k3jax.data.pictures import Digits, TextPictures
+
+    if model.media_placeholder_id != MEDIA_PAD:
+        raise UserError(
+            f"media_placeholder_id={model.media_placeholder_id} is not that of the byte "
+            f"vocabulary, {MEDIA_PAD}; set --data.pictures 0 to train on text alone"
+        )
+    patch_size = model.vision.patch_size
+    sources = {}
+    if shares["digits"]:
+        sources["digits"] = PictureRows(Digits(), config.length, patch_size)
+        held_out = Digits(held_out=True)
+    if shares["pictures"]:
+        words = TextPictures(corpus.train, config.seed)
+        sources["pictures"] = PictureRows(words, config.length, patch_size)
+        # Words never trained on: what is measured is reading, not memory.
+        held_out = TextPictures(corpus.held_out, without=words.words)
+    return sources, PictureRows(held_out, config.length, patch_size)

@@ -4,7 +4,6 @@ import math
 import time
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from k3jax.checkpoint.run import RunCheckpoints
@@ -17,9 +16,10 @@ from k3jax.train.data import TrainingData
 from k3jax.train.evaluation import HeldOut, HeldOutResult
 from k3jax.train.metrics import MetricsLog, cut_metrics
 from k3jax.train.progress import ProgressView, Stopwatch
+from k3jax.train.reading import HeldOutPictures, ReadingResult
 from k3jax.train.run_directory import RunDirectory
 from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
-from k3jax.train.step import make_evaluation_step, make_train_step
+from k3jax.train.step import make_evaluation_step, make_reading_step, make_train_step
 from k3jax.train.stopping import Diverged, Interrupted, StopRequest, diagnose
 
 
@@ -46,12 +46,16 @@ class Trainer:
     ):
         self.run, self.config, self.console, self.watch = run, config, console, watch
         self.model_config, self.data = model_config, data
-        self.loader = Loader(data.train, batch=config.batch, seed=config.seed)
+        self.loader = Loader(data.mixture, batch=config.batch, micro_batches=config.micro_batches)
         self.held_out = HeldOut(data.held_out, config.batch)
+        self.held_out_pictures = None
+        if data.held_out_pictures is not None:
+            self.held_out_pictures = HeldOutPictures(data.held_out_pictures, 1)
         self.parts = ModelParts(model_config)
         step, self.optimizer = make_train_step(self.parts, config)
         self._step = jax.jit(step, donate_argnums=0)
         self._evaluate = jax.jit(make_evaluation_step(self.parts))
+        self._read = jax.jit(make_reading_step(self.parts))
         self.abstract = with_sharding(
             self.parts.abstract_state(self.optimizer),
             jax.sharding.SingleDeviceSharding(jax.devices()[0]),
@@ -108,8 +112,7 @@ class Trainer:
 
     def compile(self) -> None:
         """Compile the step before the first one runs, so that its time is known apart."""
-        row = jax.ShapeDtypeStruct((self.config.batch, self.config.length), np.int32)
-        self._step = self._step.lower(self.abstract, row, row).compile()
+        self._step = self._step.lower(self.abstract, self.loader.shapes()).compile()
 
     @property
     def compiled_step(self):
@@ -147,8 +150,7 @@ class Trainer:
 
     def advance(self, view: ProgressView | None = None) -> None:
         """Start one step; its metrics are read while the next one runs."""
-        batch = next(self.loader)
-        self.state, metrics = self._step(self.state, batch["tokens"], batch["segment_ids"])
+        self.state, metrics = self._step(self.state, next(self.loader))
         self.step_number += 1
         previous, self._pending = self._pending, (self.step_number, metrics)
         if previous is not None:
@@ -165,6 +167,14 @@ class Trainer:
     def evaluate(self, num_bytes: int) -> HeldOutResult:
         """Held-out bits per byte of the present parameters; 0 takes all held-out text."""
         return self.held_out.evaluate(self._evaluate, self.state.params, self.state.rest, num_bytes)
+
+    def evaluate_pictures(self, num_bytes: int) -> ReadingResult | None:
+        """Held-out bits per byte with the right and with a swapped picture."""
+        if self.held_out_pictures is None:
+            return None
+        return self.held_out_pictures.evaluate(
+            self._read, self.state.params, self.state.rest, num_bytes
+        )
 
     def model(self):
         """The model with the present parameters."""
@@ -219,15 +229,17 @@ class Trainer:
     def _measure(self, number: int) -> None:
         self.watch.enter("held-out checks")
         result = self.evaluate(self.config.evaluation.num_bytes)
+        reading = self.evaluate_pictures(self.config.evaluation.num_bytes)
         self.metrics.write(
             "evaluation",
             number,
             held_out_bits_per_byte=result.bits_per_byte,
             held_out_bytes=result.num_bytes,
+            **reading_record(reading),
         )
         self.console.print(
             f"step {number}: held-out {result.bits_per_byte:.3f} bits per byte "
-            f"({result.num_bytes:,} bytes)",
+            f"({result.num_bytes:,} bytes)" + _reading_text(reading),
             highlight=False,
         )
         self.watch.enter("training")
@@ -235,6 +247,23 @@ class Trainer:
 
     def _warn(self, text: str) -> None:
         self.console.print(f"[bold red]warning:[/] {text}", highlight=False)
+
+
+def reading_record(reading: ReadingResult | None) -> dict:
+    """What metrics.jsonl says of a reading test."""
+    if reading is None:
+        return {}
+    return {
+        "picture_bits_per_byte": reading.right,
+        "swapped_picture_bits_per_byte": reading.swapped,
+        "picture_bytes": reading.num_bytes,
+    }
+
+
+def _reading_text(reading: ReadingResult | None) -> str:
+    if reading is None:
+        return ""
+    return f"; reads pictures at {reading.right:.3f}, swapped ones at {reading.swapped:.3f}"
 
 
 def check_identity(stored: dict, present: dict, path) -> None:

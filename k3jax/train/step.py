@@ -13,22 +13,21 @@ from k3jax.train.state import ModelParts, TrainState
 
 
 def make_train_step(parts: ModelParts, config: TrainConfig):
-    """(step, optimizer): `step(state, tokens, segment_ids) -> (state, metrics)`.
+    """(step, optimizer): `step(state, batch) -> (state, metrics)`.
 
-    tokens and segment_ids are [B, T]; they are computed in `config.micro_batches` parts. The loss
+    The batch holds "tokens" and "segment_ids" [B, T] and perhaps "media" (`k3jax.data.loader`); it
+    is computed in `config.micro_batches` parts. The loss
     is the mean over all targets of the batch, however they fall into parts. A step whose loss or
     gradient is not finite changes nothing but the counters.
     """
     optimizer = adamw(config.optimizer, parts.param_names)
     schedule = learning_rate(config.optimizer, config.steps)
 
-    def gradients(params, rest, tokens, segment_ids):
+    def gradients(params, rest, batch):
         """Sums over targets, so that parts can be added."""
 
         def total_loss(params):
-            loss, metrics = next_token_loss(
-                parts.join(params, rest), tokens, segment_ids, remat=config.remat
-            )
+            loss, metrics = next_token_loss(parts.join(params, rest), **batch, remat=config.remat)
             count = metrics["num_targets"]
             return loss * count, (count, metrics["statistics"])
 
@@ -36,20 +35,21 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return total, count, statistics, grads
 
-    def accumulate(params, rest, tokens, segment_ids):
+    def accumulate(params, rest, batch):
         if config.micro_batches == 1:
-            return gradients(params, rest, tokens, segment_ids)
-        split = lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:])  # noqa: E731
-        shapes = jax.eval_shape(gradients, params, rest, split(tokens)[0], split(segment_ids)[0])
+            return gradients(params, rest, batch)
+        split = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
+        first = jax.tree.map(lambda x: x[0], split)
+        shapes = jax.eval_shape(gradients, params, rest, first)
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
         def add(sums, part):
-            return jax.tree.map(jnp.add, sums, gradients(params, rest, *part)), None
+            return jax.tree.map(jnp.add, sums, gradients(params, rest, part)), None
 
-        return jax.lax.scan(add, zero, (split(tokens), split(segment_ids)))[0]
+        return jax.lax.scan(add, zero, split)[0]
 
-    def step(state: TrainState, tokens, segment_ids):
-        total, count, statistics, grads = accumulate(state.params, state.rest, tokens, segment_ids)
+    def step(state: TrainState, batch: dict):
+        total, count, statistics, grads = accumulate(state.params, state.rest, batch)
         targets = jnp.maximum(count, 1).astype(jnp.float32)
         loss = total / targets
         grads = {name: grad / targets for name, grad in grads.items()}
@@ -122,3 +122,21 @@ def make_evaluation_step(parts: ModelParts):
         return result
 
     return evaluate
+
+
+def make_reading_step(parts: ModelParts):
+    """`read(params, rest, tokens, segment_ids, media, answers)` -> sums over answers.
+
+    answers [B, T] bool marks the bytes of the texts that stand after their pictures. Returns
+    "nats" [] float32 and "targets" [] int32.
+    """
+
+    def read(params, rest, tokens, segment_ids, media, answers):
+        _, metrics = next_token_loss(parts.join(params, rest), tokens, segment_ids, media=media)
+        wanted = answers[:, 1:]
+        return {
+            "nats": jnp.where(wanted, metrics["token_losses"], 0.0).sum(),
+            "targets": wanted.sum(dtype=jnp.int32),
+        }
+
+    return read

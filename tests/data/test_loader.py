@@ -5,6 +5,7 @@ import pytest
 
 from k3jax.data.corpus import Documents
 from k3jax.data.loader import Loader
+from k3jax.data.mixture import Mixture
 from k3jax.data.packing import PackedRows
 
 
@@ -12,6 +13,10 @@ from k3jax.data.packing import PackedRows
 def rows():
     rng = np.random.default_rng(0)
     return PackedRows(Documents.from_pairs([(str(i), rng.bytes(70)) for i in range(20)]), 32)
+
+
+def load(rows, *, seed=5, **options):
+    return Loader(Mixture({"text": rows}, {"text": 1.0}, seed), **options)
 
 
 def take(loader, count):
@@ -23,26 +28,26 @@ def same(a, b):
 
 
 def test_order_depends_on_the_seed_alone(rows):
-    first = take(Loader(rows, batch=4, seed=5), 8)
-    assert same(first, take(Loader(rows, batch=4, seed=5), 8))
-    assert not same(first, take(Loader(rows, batch=4, seed=6), 8))
+    first = take(load(rows, batch=4), 8)
+    assert same(first, take(load(rows, batch=4), 8))
+    assert not same(first, take(load(rows, batch=4, seed=6), 8))
     assert first[0]["tokens"].shape == (4, 32)
     assert first[0]["tokens"].dtype == np.int32
 
 
 def test_restart_continues_exactly_also_over_an_epoch(rows):
-    loader = Loader(rows, batch=4, seed=5)
+    loader = load(rows, batch=4)
     take(loader, 7)
     state = loader.get_state()
     rest = take(loader, 2 * len(rows) // 4)
-    again = Loader(rows, batch=4, seed=5)
+    again = load(rows, batch=4)
     again.set_state(state)
     assert same(rest, take(again, len(rest)))
 
 
 def test_each_epoch_has_every_row_once_in_a_new_order(rows):
     count = len(rows)
-    loader = Loader(rows, batch=1, seed=5)
+    loader = load(rows, batch=1)
     epochs = [[batch["tokens"].tobytes() for batch in take(loader, count)] for _ in range(2)]
     every = sorted(rows[i]["tokens"].tobytes() for i in range(count))
     assert sorted(epochs[0]) == sorted(epochs[1]) == every
@@ -51,17 +56,16 @@ def test_each_epoch_has_every_row_once_in_a_new_order(rows):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_share_each_batch_without_overlap(rows, processes):
-    whole = take(Loader(rows, batch=4, seed=5), 30)
+    whole = take(load(rows, batch=4), 30)
     parts = [
-        take(Loader(rows, batch=4, seed=5, process_index=p, process_count=processes), 30)
+        take(load(rows, batch=4, process_index=p, process_count=processes), 30)
         for p in range(processes)
     ]
     for number, batch in enumerate(whole):
-        for row in range(4):
-            share = parts[row % processes][number]["tokens"][row // processes]
-            np.testing.assert_array_equal(batch["tokens"][row], share)
+        shares = [part[number]["tokens"] for part in parts]
+        np.testing.assert_array_equal(batch["tokens"], np.concatenate(shares))
 
 
 def test_batch_that_does_not_divide_is_refused(rows):
     with pytest.raises(ValueError, match="batch=5 must be divisible by the 2 processes"):
-        Loader(rows, batch=5, seed=0, process_index=0, process_count=2)
+        load(rows, batch=5, process_index=0, process_count=2)

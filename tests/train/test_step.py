@@ -25,7 +25,7 @@ def setting(tmp_path_factory):
     parts = ModelParts(micro_model())
     step, optimizer = make_train_step(parts, config)
     data = read_data(config, micro_model())
-    loader = Loader(data.train, batch=config.batch, seed=0)
+    loader = Loader(data.mixture, batch=config.batch)
     return config, parts, jax.jit(step), optimizer, [next(loader) for _ in range(30)]
 
 
@@ -34,7 +34,7 @@ def test_loss_decreases_and_biases_move(setting):
     state = parts.fresh_state(optimizer, 0)
     losses = []
     for batch in batches:
-        state, metrics = step(state, batch["tokens"], batch["segment_ids"])
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert abs(losses[0] - np.log(512)) < 0.2
     assert np.mean(losses[-5:]) < losses[0] - 1.5
@@ -51,8 +51,8 @@ def test_micro_batches_equal_one_batch(setting):
     batch = {key: value.copy() for key, value in batches[0].items()}
     batch["segment_ids"][0, 5:] = 0  # parts with unequal numbers of targets
     state = parts.fresh_state(optimizer, 0)
-    whole, expected = step(state, batch["tokens"], batch["segment_ids"])
-    added, metrics = jax.jit(parted)(state, batch["tokens"], batch["segment_ids"])
+    whole, expected = step(state, batch)
+    added, metrics = jax.jit(parted)(state, batch)
     assert int(metrics["targets"]) == int(expected["targets"])
     assert_close(metrics["loss"], expected["loss"])
     assert_close(metrics["grad_norm"], expected["grad_norm"], gradient=True)
@@ -67,13 +67,13 @@ def test_step_that_is_not_finite_changes_only_the_counters(setting):
     state = parts.fresh_state(optimizer, 0)
     bad = batches[0]["tokens"].copy()
     bad[0, 3] = 100_000  # outside the vocabulary: NaN logits
-    after, metrics = step(state, bad, batches[0]["segment_ids"])
+    after, metrics = step(state, batches[0] | {"tokens": bad})
     assert not bool(metrics["finite"])
     assert not metrics["finite_gradient"].all()
     assert [int(after.step), int(after.skipped), int(after.skipped_in_row)] == [1, 1, 1]
     for part in ("params", "rest", "optimizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, part), getattr(state, part))
-    after, metrics = step(after, batches[0]["tokens"], batches[0]["segment_ids"])
+    after, metrics = step(after, batches[0])
     assert bool(metrics["finite"])
     assert [int(after.step), int(after.skipped), int(after.skipped_in_row)] == [2, 1, 0]
 

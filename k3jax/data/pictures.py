@@ -1,0 +1,111 @@
+"""Pictures with the text that they show.
+
+A word of the corpus is drawn in a monospaced font; the word is what the model has to write after
+the picture. Reading needs no labels: every text is its own.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from k3jax.data.corpus import Documents
+from k3jax.errors import UserError
+
+CELL = 28  # pixels of a character, and of one feature: 2x2 patches of 14
+MAX_CHARACTERS = 8
+SIZE = (MAX_CHARACTERS * CELL, CELL)  # (width, height) of every picture
+FONT_SIZE = 24.0
+BASELINE = 21  # rows from the top; descenders and underscores end above row 28
+
+_WORD = re.compile(rb"(?<!\w)[A-Za-z_]\w{2,%d}(?!\w)" % (MAX_CHARACTERS - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A picture and the text to write about it."""
+
+    image: Image.Image
+    text: str
+
+
+class TextPictures(Sequence):
+    """Distinct words of a corpus, drawn: `pictures[i]` -> Pair.
+
+    Args:
+        documents: where the words come from.
+        seed: their order.
+        without: words to leave out (those that were trained on).
+    """
+
+    def __init__(self, documents: Documents, seed: int = 0, without: Collection[str] = ()):
+        found = {match.decode() for match in _WORD.findall(documents.text.tobytes())}
+        found.difference_update(without)
+        self.words = sorted(found, key=lambda w: hashlib.sha256(f"{seed}\0{w}".encode()).digest())
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __repr__(self) -> str:  # grain names sources in its messages
+        return f"TextPictures({len(self)})"
+
+    def __getitem__(self, index: int) -> Pair:
+        text = self.words[index]
+        return Pair(draw(text), text)
+
+
+def draw(text: str) -> Image.Image:
+    """Up to 8 characters in a row, black on white, one per cell of 28x28 pixels."""
+    image = Image.new("RGB", SIZE, "white")
+    pen = ImageDraw.Draw(image)
+    for i, character in enumerate(text[:MAX_CHARACTERS]):
+        where = (i * CELL + CELL // 2, BASELINE)
+        pen.text(where, character, fill="black", font=_font(), anchor="ms")
+    return image
+
+
+@functools.cache
+def _font():
+    import matplotlib  # its data folder holds the font
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono.ttf")
+    return ImageFont.truetype(str(path), FONT_SIZE)
+
+
+class Digits(Sequence):
+    """Handwritten digits of scikit-learn (8x8 pixels, enlarged to one cell) and their names.
+
+    Args:
+        held_out: the last tenth instead of the rest.
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+
+    def __init__(self, *, held_out: bool = False):
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise UserError(
+                "handwritten digits come with scikit-learn: pip install 'k3jax[digits]', "
+                "or --data.digits 0"
+            ) from error
+        digits = load_digits()
+        cut = len(digits.target) * 9 // 10
+        own = slice(cut, None) if held_out else slice(cut)
+        self.images, self.targets = digits.images[own], digits.target[own]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __repr__(self) -> str:
+        return f"Digits({len(self)})"
+
+    def __getitem__(self, index: int) -> Pair:
+        grey = (255 - self.images[index] * (255 / 16)).astype("uint8")
+        small = Image.fromarray(grey).convert("RGB")
+        return Pair(small.resize((CELL, CELL), Image.Resampling.BICUBIC), str(self.targets[index]))

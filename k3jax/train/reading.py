@@ -1,0 +1,69 @@
+"""Does the model look at the picture? Its text with the right picture and with another one.
+
+    bits = -(1 / N) sum log2 p(byte of the text | picture, bytes before it)
+
+over held-out words that no training text holds. The swapped picture is that of the next pair in
+the same row: a model that does not look has the same bits for both.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from k3jax.data.loader import join_pictures
+from k3jax.data.packing import document_order
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingResult:
+    """Bits per byte of the texts."""
+
+    right: float
+    swapped: float
+    num_bytes: int
+
+
+class HeldOutPictures:
+    """Held-out rows of pictures, measured in a fixed order.
+
+    Args:
+        rows: the rows.
+        batch: rows per call (the last batch is filled with padding rows).
+    """
+
+    def __init__(self, rows, batch: int):
+        self.rows, self.batch = rows, batch
+        self.order = document_order([str(i) for i in range(len(rows))], seed=0)
+
+    def evaluate(self, step, params: dict, rest: dict, num_bytes: int) -> ReadingResult:
+        """Run the compiled reading `step` over about `num_bytes` tokens; 0 takes all rows."""
+        count = -(-num_bytes // self.rows.length) if num_bytes else len(self.order)
+        chosen = self.order[: max(1, count)]
+        pending = []
+        for at in range(0, len(chosen), self.batch):
+            picked = [self.rows[i] for i in chosen[at : at + self.batch]]
+            for swap in (False, True):
+                pending.append((swap, step(params, rest, *self._inputs(picked, swap))))
+        nats, targets = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+        for swap, part in jax.device_get(pending):
+            nats[swap] += float(part["nats"])
+            targets[swap] += int(part["targets"])
+        bits = {swap: nats[swap] / np.log(2) / targets[swap] for swap in nats}
+        return ReadingResult(bits[False], bits[True], targets[False])
+
+    def _inputs(self, picked: list[dict], swap: bool):
+        shape = (self.batch, self.rows.length)
+        arrays = [np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)]
+        for array, name in zip(arrays, ("tokens", "segment_ids", "answers"), strict=True):
+            for row, source in enumerate(picked):
+                array[row] = source[name]
+        if swap:
+            step = self.rows.patches_per_picture
+            picked = [row | {"patches": np.roll(row["patches"], step, axis=0)} for row in picked]
+        items = self.batch * self.rows.most_pictures
+        media = join_pictures(
+            picked, items * self.rows.patches_per_picture, items, self.rows.patch_size
+        )
+        tokens, segment_ids, answers = arrays
+        return tokens, segment_ids, media, answers
