@@ -116,37 +116,45 @@ class DecodedTensor:
 
 
 class _Encoder:
-    """Quantises rows once for the two tensors that need them."""
+    """Quantises a matrix once for the two tensors that need it: codes are read before scales."""
 
     def __init__(self, matrix: RowTensor, rule: str):
         self._matrix, self._rule = matrix, rule
-        self._last: tuple[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
+        self._scales: dict[int, np.ndarray] = {}  # first row -> scales that were not asked for yet
 
-    def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        last = self._last
-        if last is None or last[0] != (start, stop):
-            pair = _encode(self._matrix.rows(start, stop), self._rule)
-            last = self._last = ((start, stop), tuple(map(np.asarray, pair)))
-        return last[1]
+    def codes(self, start: int, stop: int) -> np.ndarray:
+        codes, self._scales[start] = self._encode(start, stop)
+        return codes
+
+    def scales(self, start: int, stop: int) -> np.ndarray:
+        known = []
+        while (first := start + sum(map(len, known))) < stop:
+            block = self._scales.pop(first, None)
+            known.append(self._encode(first, stop)[1] if block is None else block)
+        return np.concatenate(known)[: stop - start]
+
+    def _encode(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        codes, scales = _encode(self._matrix.rows(start, stop), self._rule)
+        return np.asarray(codes), np.asarray(scales)
 
 
 class EncodedTensor:
-    """Codes (part 0) or scales (part 1) of a matrix that is quantised as it is read."""
+    """Codes or scales of a matrix that is quantised as it is read."""
 
-    def __init__(self, encoder: _Encoder, shape: tuple[int, int], part: int):
+    def __init__(self, shape: tuple[int, int], rows: Callable[[int, int], np.ndarray]):
         self.shape, self.dtype = shape, np.dtype(np.uint8)
-        self._encoder, self._part = encoder, part
+        self._rows = rows
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        return self._encoder.rows(start, stop)[self._part]
+        return self._rows(start, stop)
 
 
 def encoded_pair(matrix: RowTensor, rule: str) -> tuple[EncodedTensor, EncodedTensor]:
     """Codes and scales of `matrix` [out, in]."""
     out, into = matrix.shape
     encoder = _Encoder(matrix, rule)
-    codes = EncodedTensor(encoder, (out, into // 2), 0)
-    return codes, EncodedTensor(encoder, (out, into // GROUP), 1)
+    codes = EncodedTensor((out, into // 2), encoder.codes)
+    return codes, EncodedTensor((out, into // GROUP), encoder.scales)
 
 
 class CastTensor:
