@@ -58,7 +58,7 @@ def convert_hf(
         with Staging(
             target_path, identity=identity, overwrite=overwrite, num_bytes=total
         ) as staging:
-            progress(sum(size for size, _ in staging.files.values()), total)
+            progress(staging.num_bytes, total)
             write_released(
                 source,
                 staging,

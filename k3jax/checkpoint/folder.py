@@ -23,13 +23,17 @@ class CheckpointFolder:
         path: the folder.
         tensors: name without the prefix `language_model.` -> tensor.
         misplaced: name -> file in which the index puts it, but which does not hold it.
-        files: the safetensors files, in order.
+        files: the safetensors files that can be read, in order.
+        faults: what is wrong with the files themselves.
+        total_size: bytes that the index says there are, None when it does not.
     """
 
     path: Path
     tensors: dict[str, StoredTensor]
     misplaced: dict[str, str]
     files: tuple[Path, ...]
+    faults: tuple[str, ...]
+    total_size: int | None
 
     @property
     def is_packed(self) -> bool:
@@ -42,11 +46,6 @@ class CheckpointFolder:
         names = (*self.tensors, *self.misplaced)
         return any(name.startswith(VISION_PREFIXES) for name in names)
 
-    @property
-    def largest_file_bytes(self) -> int:
-        """Size of the largest shard."""
-        return max(file.stat().st_size for file in self.files)
-
 
 def open_folder(path: str | Path) -> CheckpointFolder:
     """Read the index, if there is one, and the headers of all files.
@@ -54,40 +53,53 @@ def open_folder(path: str | Path) -> CheckpointFolder:
     Without an index the folder is `model.safetensors`, or else every `*.safetensors` file.
 
     Raises:
-        CheckpointError: a file that cannot be read, an index that names files which do not exist,
-            a tensor stored twice.
+        CheckpointError: there is no such file, or the index is not one.
     """
     path = Path(path)
-    weight_map = read_weight_map(path)
-    if weight_map is None:
+    index = read_index(path)
+    faults: list[str] = []
+    if index is None:
+        weight_map, total_size = {}, None
         single = path / "model.safetensors"
         files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{path} has no *.safetensors file and no {INDEX}")
     else:
+        weight_map, total_size = index
         files = [path / name for name in sorted(set(weight_map.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise CheckpointError(f"{path / INDEX} names files that do not exist: {absent[:5]}")
+            faults.append(f"{path / INDEX} names files that do not exist: {absent[:5]}")
+        files = [file for file in files if file.name not in absent]
     tensors: dict[str, StoredTensor] = {}
+    readable = []
     for file in files:
-        for name, tensor in read_header(file).items():
-            # A name that the index puts into another file is a stray copy there.
-            if weight_map is not None and weight_map.get(name, file.name) != file.name:
+        try:
+            header = read_header(file)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        readable.append(file)
+        for name, tensor in header.items():
+            # A name that the index puts into another file is a stray copy here.
+            if weight_map.get(name, file.name) != file.name:
                 continue
             short = name.removeprefix(PREFIX)
             if short in tensors:
-                raise CheckpointError(
-                    f"{name} is stored twice: in {tensors[short].file} and {file}"
-                )
+                first = tensors[short].file
+                faults.append(f"{name} is stored twice: in {first} and {file}")
             tensors[short] = tensor
-    listed = {name.removeprefix(PREFIX): file for name, file in (weight_map or {}).items()}
-    misplaced = {name: file for name, file in listed.items() if name not in tensors}
-    return CheckpointFolder(path, tensors, misplaced, tuple(files))
+    found = {file.name for file in readable}
+    misplaced = {
+        short: file
+        for name, file in weight_map.items()
+        if (short := name.removeprefix(PREFIX)) not in tensors and file in found
+    }
+    return CheckpointFolder(path, tensors, misplaced, tuple(readable), tuple(faults), total_size)
 
 
-def read_weight_map(path: Path) -> dict[str, str] | None:
-    """Stored name -> file name, as the index says; None without an index.
+def read_index(path: Path) -> tuple[dict[str, str], int | None] | None:
+    """(stored name -> file name, bytes in all) as the index says; None without an index.
 
     Raises:
         CheckpointError: the index is not one, has a name twice, or leaves the folder.
@@ -96,7 +108,8 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
     if not index.is_file():
         return None
     try:
-        weight_map = read_strict_json(index.read_bytes())["weight_map"]
+        document = read_strict_json(index.read_bytes())
+        weight_map = document["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("weight_map is not an object with names")
         for name, file in weight_map.items():
@@ -104,7 +117,9 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
                 raise ValueError(f"{name} is not put into a file of this folder: {file!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error})") from error
-    return weight_map
+    metadata = document.get("metadata")
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total_size
 
 
 class FileReader:

@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import json
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 from k3jax.checkpoint.errors import CheckpointError
 from k3jax.checkpoint.folder import INDEX
 from k3jax.checkpoint.hf import check_dtype
-from k3jax.checkpoint.manifest import sha256, write_manifest
+from k3jax.checkpoint.manifest import write_manifest
 from k3jax.checkpoint.names import placements, released_name
 from k3jax.checkpoint.shards import Shard, Stopped, plan_shards, tensor_bytes, write_shard
 from k3jax.checkpoint.source import Experts, Source, convert_source
@@ -158,8 +157,7 @@ def write_released(
         raise UserError(f"shard_bytes={shard_bytes} must be at least 1")
     full = {released_name(source.cfg, name): t for name, t in source.tensors.items()}
     shards = plan_shards(full, shard_bytes)
-    _write_shards([s for s in shards if s.name not in staging.files], staging, progress)
-    progress(0)
+    _write_shards([s for s in shards if s.name not in staging.units], staging, progress)
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     index = {
         "metadata": {"total_size": sum(shard.num_bytes for shard in shards)},
@@ -170,9 +168,7 @@ def write_released(
     staging.add(INDEX, json.dumps(index, indent=2) + "\n")
     staging.add("config.json", json.dumps(config, indent=2) + "\n")
     for path in others:
-        copied = staging.folder / path.name
-        shutil.copyfile(path, copied)
-        staging.record(path.name, copied.stat().st_size, sha256(copied))
+        staging.add(path.name, path.read_bytes())
     write_manifest(staging.folder, {name: digest for name, (_, digest) in staging.files.items()})
     staging.commit()
 
@@ -182,7 +178,8 @@ def _write_shards(shards: list[Shard], staging: Staging, progress: Callable[[int
 
     def write(shard: Shard) -> None:
         try:
-            staging.record(shard.name, *write_shard(staging.folder, shard, progress, stop))
+            written = write_shard(staging.folder, shard, progress, stop)
+            staging.record(shard.name, {shard.name: written})
         except Stopped:
             pass
         except OSError as error:

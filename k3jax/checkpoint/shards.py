@@ -60,11 +60,11 @@ def plan_shards(tensors: Mapping[str, RowTensor], shard_bytes: int) -> list[Shar
 
 def write_shard(
     folder: Path, shard: Shard, progress: Callable[[int], None], stop: threading.Event
-) -> tuple[int, str]:
+) -> list:
     """Write a shard, on disk when this returns.
 
     Returns:
-        Its size and SHA-256.
+        [size, SHA-256].
 
     Raises:
         Stopped: `stop` was set.
@@ -88,4 +88,4 @@ def write_shard(
                 progress(len(data))
         file.flush()
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    return [size, digest.hexdigest()]

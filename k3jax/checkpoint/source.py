@@ -57,6 +57,8 @@ def open_source(path: str | Path) -> Iterator[Source]:
     """
     cfg = K3Config.from_hf(path)
     folder = open_folder(path)
+    if folder.faults:
+        raise CheckpointError(";\n".join(folder.faults))
     if cfg.vision is not None and not folder.has_vision:
         warnings.warn(
             f"{path}: config.json describes a vision tower but no tensor of it is stored; "

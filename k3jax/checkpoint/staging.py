@@ -17,6 +17,8 @@ from k3jax.errors import UserError
 JOURNAL = "journal.json"
 LOCK = ".lock"
 
+Digests = dict[str, list]  # file name -> [size, SHA-256]
+
 
 class Staging:
     """See the module. Use as a context manager: leaving it without `commit` keeps the partial
@@ -40,7 +42,8 @@ class Staging:
         self._identity = identity
         self._writing = threading.Lock()
         self._committed = False
-        self.files: dict[str, list] = {}  # name -> [size, SHA-256] of files that are complete
+        # Complete units: name -> (file name -> [size, SHA-256]). A unit is whole or written again.
+        self.units: dict[str, Digests] = {}
         self._enter_folder()
         try:
             self._continue_or_clear()
@@ -54,21 +57,31 @@ class Staging:
         return self
 
     def __exit__(self, *_) -> None:
-        if not self._committed and (self._identity is None or not self.files):
+        if not self._committed and (self._identity is None or not self.units):
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
-    def record(self, name: str, size: int, digest: str) -> None:
-        """Note that a file is complete and on disk."""
+    @property
+    def files(self) -> Digests:
+        """Every complete file."""
+        return {name: entry for unit in self.units.values() for name, entry in unit.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all complete files."""
+        return sum(size for size, _ in self.files.values())
+
+    def record(self, unit: str, files: Digests) -> None:
+        """Note that files are complete and on disk."""
         with self._writing:
-            self.files[name] = [size, digest]
+            self.units[unit] = files
             self._write_journal()
 
     def add(self, name: str, content: bytes | str) -> None:
         """Write a small file."""
         path = self.folder / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        self.record(name, path.stat().st_size, sha256(path))
+        self.record(name, {name: [path.stat().st_size, sha256(path)]})
 
     def commit(self) -> None:
         """Put the folder in the target's place."""
@@ -108,13 +121,13 @@ class Staging:
         try:
             journal = json.loads((self.folder / JOURNAL).read_text())
             if self._identity is not None and journal["identity"] == self._identity:
-                self.files = {
-                    name: entry
-                    for name, entry in journal["files"].items()
-                    if self._is_whole(name, *entry)
+                self.units = {
+                    unit: files
+                    for unit, files in journal["units"].items()
+                    if all(self._is_whole(name, *entry) for name, entry in files.items())
                 }
-        except (OSError, ValueError, KeyError, TypeError):
-            self.files = {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.units = {}
         kept = {self.folder / name for name in (*self.files, LOCK)}
         for path in sorted(self.folder.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
@@ -128,7 +141,7 @@ class Staging:
         return path.is_file() and path.stat().st_size == size and sha256(path) == digest
 
     def _check_space(self, num_bytes: int) -> None:
-        missing = num_bytes - sum(size for size, _ in self.files.values())
+        missing = num_bytes - self.num_bytes
         free = shutil.disk_usage(self.folder).free
         if missing > free:
             raise UserError(
@@ -137,7 +150,7 @@ class Staging:
 
     def _write_journal(self) -> None:
         temporary = self.folder / (JOURNAL + ".tmp")
-        temporary.write_text(json.dumps({"identity": self._identity, "files": self.files}))
+        temporary.write_text(json.dumps({"identity": self._identity, "units": self.units}))
         os.replace(temporary, self.folder / JOURNAL)
 
     def _unlock(self) -> None:

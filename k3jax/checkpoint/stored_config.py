@@ -61,7 +61,8 @@ def stored_config(cfg: K3Config, *, packed: bool, dtype: np.dtype) -> dict[str, 
     text = document.get("text_config", document)
     known = quantization_config(cfg)
     for section in (document, text):
-        section.pop("quantization_config", None)
+        if isinstance(section.get("quantization_config"), dict):
+            del section["quantization_config"]
         for key in ("dtype", "torch_dtype"):
             if key in section:
                 section[key] = dtype.name
