@@ -15,6 +15,7 @@ _PUBLIC = {
     "next_token_loss": "k3jax.model",
     "trace": "k3jax.model",
     "load_hf": "k3jax.checkpoint.hf",
+    "save_hf": "k3jax.checkpoint.save",
     "Media": "k3jax.media",
     "MediaConfig": "k3jax.media",
     "Video": "k3jax.media",

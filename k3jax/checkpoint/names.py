@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from k3jax.checkpoint.folder import PREFIX
 from k3jax.checkpoint.placement import Placement
+from k3jax.checkpoint.vision_names import vision_placements
 from k3jax.config import K3Config, LayerKind
 from k3jax.config.hf_writer import STORED_SHAPES
 from k3jax.model.layout import Segment, plan_segments
@@ -36,6 +37,7 @@ def placements(cfg: K3Config, *, packed: bool = False) -> Iterator[Placement]:
                 if kind.feed_forward == "moe":
                     stem = f"model.layers.{layer}.block_sparse_moe.experts"
                     yield from _experts(cfg, stem, f"{ours}.feed_forward", index, packed)
+    yield from vision_placements(cfg)
 
 
 def released_name(cfg: K3Config, name: str) -> str:

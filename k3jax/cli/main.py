@@ -46,6 +46,19 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="Print layers, parameters, FLOPs and cache bytes of a model.",
         examples=("k3jax inspect kimi_k3", "k3jax inspect runs/tiny --length 65536 --json"),
     ),
+    "convert": Subcommand(
+        module="k3jax.cli.convert",
+        summary="Write weights in the released layout, or make a run directory of them.",
+        examples=(
+            "k3jax convert runs/tiny tiny-hf --to hf --dtype bfloat16",
+            "k3jax convert CHECKPOINT unpacked --to hf --experts dequantized",
+        ),
+    ),
+    "verify": Subcommand(
+        module="k3jax.cli.verify",
+        summary="Read every byte of a checkpoint: checksums, names, values.",
+        examples=("k3jax verify CHECKPOINT",),
+    ),
 }
 
 _FIRST_STEPS = """\

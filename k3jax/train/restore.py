@@ -7,6 +7,7 @@ import jax
 
 from k3jax.checkpoint.run import read_latest
 from k3jax.errors import UserError
+from k3jax.train.converted import STEP, ConvertedWeights
 from k3jax.train.optimizer import adamw
 from k3jax.train.run_directory import RunDirectory
 from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
@@ -23,6 +24,9 @@ def load_run(path: str | Path, report: Callable[[str], None]):
         UserError: no run, or no usable checkpoint.
     """
     run = RunDirectory(Path(path))
+    described = run.read_config(training=False)
+    if "converted" in described:
+        return ConvertedWeights(run.checkpoints / STEP, described).model()
     parts = ModelParts(run.model_config())
     abstract = parts.abstract_state(adamw(run.train_config().optimizer, parts.param_names))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

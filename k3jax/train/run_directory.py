@@ -76,8 +76,12 @@ class RunDirectory:
         run._take_lock()
         return run
 
-    def read_config(self) -> dict:
+    def read_config(self, *, training: bool = True) -> dict:
         """The contents of config.json.
+
+        Args:
+            training: only a run that was trained will do; False also reads one that was converted
+                from a released checkpoint.
 
         Raises:
             UserError: missing or not the file of a run.
@@ -90,6 +94,14 @@ class RunDirectory:
             ) from error
         except ValueError as error:
             raise UserError(f"{self.config_file} is not JSON: {error}") from error
+        if isinstance(described, dict) and "converted" in described:
+            if not training:
+                return described
+            raise UserError(
+                f"{self.path} was converted from a released checkpoint: it holds weights, but no "
+                "optimizer state, data position or schedule to go on with; k3jax generate and "
+                "k3jax convert can use it"
+            )
         missing = [key for key in ("train", "model", "corpus") if key not in described]
         if missing:
             raise UserError(f"{self.config_file} has no {missing[0]!r}: not written by k3jax train")
