@@ -4,6 +4,7 @@ import grain
 import jax
 import numpy as np
 
+from k3jax.data.bytes import MEDIA_PAD
 from k3jax.data.mixture import Mixture, spread
 from k3jax.media import Media
 
@@ -94,6 +95,12 @@ def join_pictures(rows: list[dict], num_patches: int, num_items: int, patch_size
         grids=filled("grids", num_items, (3,), np.int32),
         sizes=filled("sizes", num_items, (2,), np.int32),
     )
+
+
+def count_rows(batch: dict) -> dict[str, int]:
+    """How many rows a batch has, and how many of them show pictures."""
+    shows = (batch["tokens"] == MEDIA_PAD).any(axis=1)
+    return {"rows": len(shows), "picture_rows": int(shows.sum())}
 
 
 class Loader:

@@ -43,7 +43,11 @@ class TextPictures(Sequence):
     """
 
     def __init__(self, documents: Documents, seed: int = 0, without: Collection[str] = ()):
-        found = {match.decode() for match in _WORD.findall(documents.text.tobytes())}
+        found = {
+            word.decode()
+            for index in range(len(documents.names))
+            for word in _WORD.findall(documents.document(index).tobytes())
+        }
         found.difference_update(without)
         self.words = sorted(found, key=lambda w: hashlib.sha256(f"{seed}\0{w}".encode()).digest())
 

@@ -1,0 +1,95 @@
+"""Pictures of words, packed into rows."""
+
+import numpy as np
+import pytest
+
+from k3jax.data import bytes as vocabulary
+from k3jax.data.corpus import Documents
+from k3jax.data.loader import Loader, count_rows
+from k3jax.data.mixture import Mixture
+from k3jax.data.packing import PackedRows
+from k3jax.data.picture_rows import PictureRows
+from k3jax.data.pictures import SIZE, TextPictures, draw
+from k3jax.errors import UserError
+
+TEXT = b"the_word is a snippet, of 12 code tokens; overlong_words are left out"
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return Documents.from_pairs([("a", TEXT), ("b", b"def code(self): return snippet")])
+
+
+@pytest.fixture(scope="module")
+def rows(documents):
+    return PictureRows(TextPictures(documents), length=80, patch_size=14)
+
+
+def test_words_are_distinct_whole_and_short(documents):
+    words = TextPictures(documents).words
+    assert sorted(words) == sorted(set(words))
+    assert {"the_word", "snippet", "code", "self", "def"} <= set(words)
+    assert not {"is", "12", "overlong"} & set(words)
+    other = TextPictures(documents, seed=1).words
+    assert sorted(other) == sorted(words) and other != words
+    assert "code" not in TextPictures(documents, without=["code"]).words
+
+
+def test_every_character_shows_in_its_own_cell():
+    empty = np.asarray(draw(""))
+    for i, character in enumerate("aZ_g9|"):
+        cells = np.asarray(draw(" " * i + character)) != empty
+        columns = np.flatnonzero(cells.any(axis=(0, 2)))
+        assert columns.size and columns.min() >= 28 * i and columns.max() < 28 * (i + 1)
+    assert draw("x").size == SIZE
+
+
+def test_rows_hold_whole_pairs(rows):
+    seen = []
+    for index in range(len(rows)):
+        row = rows[index]
+        count = row["segment_ids"].max()
+        assert len(row["grids"]) == len(row["sizes"]) == count <= rows.most_pictures
+        assert len(row["patches"]) == count * rows.patches_per_picture == row["grids"].prod(1).sum()
+        for number in range(1, count + 1):
+            tokens = row["tokens"][row["segment_ids"] == number]
+            assert (tokens == vocabulary.MEDIA_PAD).sum() == rows.patches_per_picture // 4
+            assert tokens[0] == vocabulary.BEGIN_OF_DOCUMENT
+            assert tokens[-1] == vocabulary.END_OF_DOCUMENT
+            answer = row["tokens"][row["answers"] & (row["segment_ids"] == number)]
+            seen.append(vocabulary.decode(answer))
+            begin = tokens.tolist().index(vocabulary.MEDIA_BEGIN)
+            assert vocabulary.decode(tokens[begin + 1 : begin + 13]) == "image 224x28"
+    assert sorted(seen) == sorted(rows.pairs.words)
+
+
+def test_batches_hold_the_pictures_of_their_rows_in_order(rows, documents):
+    text = PackedRows(documents, length=80)
+    mixture = Mixture({"text": text, "pictures": rows}, {"text": 0.5, "pictures": 0.5}, seed=3)
+    whole = next(Loader(mixture, batch=4))
+    parts = [next(Loader(mixture, batch=4, process_index=p, process_count=2)) for p in range(2)]
+    assert count_rows(whole) == {"rows": 4, "picture_rows": 2}
+    for name in ("tokens", "segment_ids"):
+        np.testing.assert_array_equal(whole[name], np.concatenate([p[name] for p in parts]))
+    for batch in (whole, *parts):
+        placeholders = (batch["tokens"] == vocabulary.MEDIA_PAD).sum()
+        assert placeholders == batch["media"].num_features.sum() > 0
+        assert batch["media"].grids.prod(1).sum() <= len(batch["media"].patches)
+    halves = next(Loader(mixture, batch=4, micro_batches=2))
+    np.testing.assert_array_equal(halves["tokens"], whole["tokens"])
+    blocks = halves["media"].patches.reshape(2, -1, 3, 14, 14)
+    for block, part in zip(blocks, parts, strict=True):
+        np.testing.assert_array_equal(block, part["media"].patches)
+    shapes = Loader(mixture, batch=4).shapes()
+    assert shapes["media"].patches.shape == whole["media"].patches.shape
+
+
+def test_rows_that_a_pair_does_not_fit_are_refused(documents):
+    with pytest.raises(UserError, match="length=20 is shorter than a picture with its text"):
+        PictureRows(TextPictures(documents), length=20, patch_size=14)
+
+
+def test_a_text_without_words_is_refused():
+    numbers = TextPictures(Documents.from_pairs([("a", b"1 2 3 45")]))
+    with pytest.raises(UserError, match="no picture to show"):
+        PictureRows(numbers, length=80, patch_size=14)
