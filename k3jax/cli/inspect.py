@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from k3jax.checkpoint.contents import StoredTensors, read_stored
 from k3jax.cli.command import run_command
 from k3jax.cli.target import Target, resolve_target
 from k3jax.errors import UserError
@@ -21,7 +22,6 @@ from k3jax.plan import (
     describe_blocks,
     describe_layers,
 )
-from k3jax.plan.stored import StoredTensors, read_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +213,19 @@ def _show_stored(console: Console, stored: dict[str, Any]) -> None:
     if stored["missing_files"]:
         missing = stored["missing_files"]
         console.print(f"  [red]the index names {len(missing)} missing files[/], first {missing[0]}")
+    experts = {
+        "packed": "routed experts packed (MXFP4)",
+        "dequantized": "routed experts as numbers",
+        None: "no routed experts",
+    }[stored["experts"]]
+    vision = "with vision tower" if stored["vision"] else "text only"
+    checksums = "checksums recorded" if stored["checksums"] else "no checksums recorded"
+    console.print(f"  {experts}; {vision}; {checksums}")
+    table = _table("part", "bytes", "", numeric=True)
+    for name, count in stored["bytes_by_part"].items():
+        table.add_row(name, f"{count:,}", shorten(count), style="red" if name == "unknown" else "")
+    console.print(Padding(table, (0, 0, 0, 2)))
+    console.print()
 
 
 def _table(*columns: str, numeric: bool = False) -> Table:
