@@ -8,6 +8,8 @@ from typing import Literal
 
 # Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps a file states (SEMANTICS 3.1).
 LATENT_NORM_EPS = 1e-6
+# Of the vision tower's norms: float32 machine epsilon, for bfloat16 as well (SEMANTICS 6).
+TOWER_NORM_EPS = 1.1920929e-07
 
 
 def require_positive(owner: str, **values: int | None) -> None:
@@ -163,6 +165,7 @@ class VisionConfig:
     max_frames: int
     projector_dim: int  # width per patch entering the projector
     projector_norm_eps: float
+    norm_eps: float = TOWER_NORM_EPS
 
     def __post_init__(self):
         object.__setattr__(self, "merge_size", tuple(self.merge_size))

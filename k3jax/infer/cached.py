@@ -6,9 +6,11 @@ import numpy as np
 
 import meshes
 from k3jax.errors import UserError
+from k3jax.media import Media
 from k3jax.model import debug
 from k3jax.model.caches import Caches, empty_caches
 from k3jax.model.k3 import K3
+from k3jax.model.media import enter_media
 
 # Room that `prefill` leaves for decoding when `max_length` is not given.
 DEFAULT_ROOM = 256
@@ -18,6 +20,7 @@ def prefill(
     model: K3,
     tokens: jax.Array,
     segment_ids: jax.Array | None = None,
+    media: Media | None = None,
     *,
     caches: Caches | None = None,
     max_length: int | None = None,
@@ -30,6 +33,8 @@ def prefill(
         tokens: [B, T] int32.
         segment_ids: [B, T] int32, 0 = padding; each row is one document, whose pieces may carry
             different ids. Left padding is the designed layout for rows of different lengths.
+        media: images and videos of the placeholders in these tokens, see `K3.__call__`; T is the
+            length of the grown rows.
         caches: continue an earlier prefill (or decoding); None starts anew.
         max_length: columns of a new cache, padding included; default T + 256.
         last_only: logits of each row's last real token only.
@@ -38,13 +43,15 @@ def prefill(
         logits [B, T, W] float32 (or [B, W]), and the caches.
 
     Raises:
-        UserError: ids out of range, a row with two segments, more tokens than the cache holds.
-            Under jit, where values are unknown, these give NaN logits and unchanged caches
+        UserError: ids out of range, a row with two segments, more tokens than the cache holds,
+            media that does not fit the placeholders or the model. Under jit, where values are
+            unknown, these give NaN logits and, for the first three, unchanged caches
             (and `checkify` errors with `K3JAX_DEBUG=1`).
     """
     tokens = as_tokens(tokens, 2, model.cfg.vocab_size)
-    batch, num_tokens = tokens.shape
     segment_ids = as_one_segment(segment_ids, tokens)
+    tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
+    batch, num_tokens = tokens.shape
     if caches is None:
         if max_length is None:
             max_length = num_tokens + DEFAULT_ROOM
@@ -59,7 +66,7 @@ def prefill(
             "given; a cache cannot grow, start a new one"
         )
     _check_room(caches, tokens)
-    return _prefill(model, tokens, segment_ids, caches, last_only=last_only)
+    return _prefill(model, tokens, segment_ids, caches, media, last_only=last_only)
 
 
 def decode_step(model: K3, token: jax.Array, caches: Caches) -> tuple[jax.Array, Caches]:
@@ -81,9 +88,12 @@ def decode_step(model: K3, token: jax.Array, caches: Caches) -> tuple[jax.Array,
     return _decode_step(model, token, caches)
 
 
-def prefill_arrays(model: K3, tokens, segment_ids, caches: Caches, *, last_only: bool):
+def prefill_arrays(
+    model: K3, tokens, segment_ids, caches: Caches, media: Media | None = None, *, last_only: bool
+):
     """`prefill` on arrays, without value checks: for use inside other compiled programs."""
-    hidden, caches, _, _, poison = model.run(tokens, segment_ids, caches)
+    found = model.run(tokens, segment_ids, caches, media)
+    hidden, caches, poison = found.hidden, found.caches, found.poison
     if last_only:
         last = jnp.full((tokens.shape[0],), tokens.shape[1] - 1)
         if segment_ids is not None:
@@ -96,8 +106,8 @@ def prefill_arrays(model: K3, tokens, segment_ids, caches: Caches, *, last_only:
 
 def decode_arrays(model: K3, token: jax.Array, caches: Caches):
     """`decode_step` on arrays, without value checks."""
-    hidden, caches, _, _, poison = model.run(token[:, None], None, caches, decode=True)
-    return model.logits(hidden, poison)[:, 0], caches
+    found = model.run(token[:, None], None, caches, decode=True)
+    return model.logits(found.hidden, found.poison)[:, 0], found.caches
 
 
 _prefill = debug.compiled(prefill_arrays, static_argnames=("last_only",))

@@ -14,8 +14,10 @@ from k3jax.infer.cached import (
     decode_arrays,
     prefill,
 )
+from k3jax.media import Media
 from k3jax.model import debug
 from k3jax.model.k3 import K3
+from k3jax.model.media import enter_media
 
 
 def generate(
@@ -23,6 +25,7 @@ def generate(
     tokens: jax.Array,
     *,
     segment_ids: jax.Array | None = None,
+    media: Media | None = None,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -35,6 +38,7 @@ def generate(
         model: the model.
         tokens: prompts [B, T] int32, left-padded when lengths differ.
         segment_ids: [B, T] int32, 0 = padding.
+        media: images and videos of the prompts' placeholders, see `K3.__call__`.
         max_new_tokens: tokens to add to each row.
         temperature: 0 takes the most likely token; otherwise logits are divided by it.
         top_p: sample from the smallest set of tokens whose probabilities sum to at least this.
@@ -57,11 +61,13 @@ def generate(
     tokens = as_tokens(tokens, 2, model.cfg.vocab_size)
     segment_ids = as_one_segment(segment_ids, tokens)
     _check_prompts(segment_ids)
+    tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
     stop = np.asarray(list(stop_ids), np.int64)
     check_token_ids(stop, model.cfg.vocab_size)
     key = jax.random.key(0) if key is None else key
+    max_length = tokens.shape[1] + max_new_tokens
     logits, caches = prefill(
-        model, tokens, segment_ids, max_length=tokens.shape[1] + max_new_tokens, last_only=True
+        model, tokens, segment_ids, media, max_length=max_length, last_only=True
     )
     return _continue(
         model,

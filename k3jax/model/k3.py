@@ -1,6 +1,7 @@
 """The model a user holds."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,40 +10,79 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshes
+from k3jax import ops
 from k3jax.config import K3Config
+from k3jax.media import Media
 from k3jax.model import debug
 from k3jax.model.caches import Caches
 from k3jax.model.language import LanguageModel
 from k3jax.model.layout import plan_segments
+from k3jax.model.media import enter_media
 from k3jax.model.stack import Remat
+from k3jax.model.vision import VisionTower
 from k3jax.nn.balancing import RouterStatistics
 from k3jax.nn.cache import CallContext
+from k3jax.nn.vision import Projector
 from pallas_kernels.kda.segments import number_runs
 
 
+class Pass(NamedTuple):
+    """What `K3.run` found."""
+
+    hidden: jax.Array  # [B, T, D] after the final norm
+    caches: Caches | None
+    collected: list  # arrays per segment of the stack
+    mixture: jax.Array | None  # the final depth mixture
+    poison: jax.Array | None  # [B] bool, rows whose logits must be NaN
+    seen: dict[str, jax.Array]  # what the vision tower and the merge gave, when traced
+
+
 class K3(nnx.Module):
-    """A Kimi K3 or Kimi-Linear model: a pytree of parameters with a pure `__call__`."""
+    """A Kimi K3 or Kimi-Linear model: a pytree of parameters with a pure `__call__`.
+
+    With `cfg.vision` it has two more parts, `vision` (the tower) and `projector`.
+    """
 
     def __init__(self, cfg: K3Config, key: jax.Array):
         self.cfg = cfg
         self.language = LanguageModel(cfg, key)
+        if cfg.vision is not None:
+            tower, projector = jax.random.split(jax.random.fold_in(key, 1))
+            self.vision = VisionTower(cfg, tower)
+            self.projector = Projector(cfg, projector)
 
-    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        media: Media | None = None,
+    ) -> jax.Array:
         """Logits [B, T, W] float32 of tokens [B, T] int32.
 
         Args:
             tokens: ids in 0..W-1; an id outside gives NaN logits in its row from there on.
             segment_ids: [B, T] int32; equal ids next to each other are one document, 0 is padding,
                 as if absent (outputs there are unspecified). None: each row is one document.
+            media: images and videos, in the order of their placeholders (row-major over the
+                batch). Where values are known, each item may have one placeholder
+                (`cfg.media_placeholder_id`): the tokens grow first, and the logits are those of
+                the grown rows. Under `jax.jit` tokens must be grown already
+                (`k3jax.media.grow_placeholders`); any mismatch there gives NaN logits.
+
+        Raises:
+            UserError: media that the model cannot read, or placeholders and items that differ in
+                number, where values are known.
 
         Compiled on first use for each shape, also outside of `jax.jit`.
         """
-        return _logits(self, tokens, segment_ids)
+        tokens, segment_ids = enter_media(self.cfg, tokens, segment_ids, media)
+        return _logits(self, tokens, segment_ids, media)
 
     def forward(
         self,
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
+        media: Media | None = None,
         *,
         caches: Caches | None = None,
         statistics: bool = False,
@@ -54,6 +94,7 @@ class K3(nnx.Module):
         Args:
             tokens: [B, T] int32.
             segment_ids: [B, T] int32, see `__call__`; with caches a row is one document.
+            media: see `__call__`.
             caches: continue from these (see `k3jax.prefill`).
             statistics: also return `RouterStatistics`, for `balance_routers`.
             remat: what the backward pass recomputes: "none", "dots" (all but matrix products)
@@ -61,33 +102,30 @@ class K3(nnx.Module):
             scan: False writes repeated layers out, for debugging.
 
         Returns:
-            logits [B, T, W] float32; caches after these tokens, or None; statistics, or None when
-            not asked for or when the model has no experts.
+            logits [B, T, W] float32 (T of the grown tokens); caches after these tokens, or None;
+            statistics, or None when not asked for or when the model has no experts.
         """
-        hidden, caches, collected, _, poison = self.run(
-            tokens, segment_ids, caches, statistics=statistics, remat=remat, scan=scan
+        tokens, segment_ids = enter_media(self.cfg, tokens, segment_ids, media)
+        found = self.run(
+            tokens, segment_ids, caches, media, statistics=statistics, remat=remat, scan=scan
         )
-        logits = self.logits(hidden, poison)
-        return logits, caches, self._statistics(collected, tokens, segment_ids)
+        logits = self.logits(found.hidden, found.poison)
+        return logits, found.caches, self._statistics(found.collected, tokens, segment_ids)
 
     def run(
         self,
         tokens: jax.Array,
         segment_ids: jax.Array | None,
         caches: Caches | None,
+        media: Media | None = None,
         *,
         decode: bool = False,
         statistics: bool = False,
         trace: bool = False,
         remat: Remat = "none",
         scan: bool = True,
-    ):
-        """Everything up to the final hidden state.
-
-        Returns:
-            hidden [B, T, D]; new caches; collected arrays per segment; the final depth mixture;
-            and [B] bool rows whose logits must be NaN (None without caches).
-        """
+    ) -> Pass:
+        """Everything up to the final hidden state; tokens are grown where there is media."""
         tokens = jnp.asarray(tokens)
         inside = (tokens >= 0) & (tokens < self.cfg.vocab_size)
         debug.check(
@@ -103,14 +141,35 @@ class K3(nnx.Module):
         else:
             context, valid, poison = _enter(context, caches, tokens)
             layers = caches.layers
-        x = self.language.embed(tokens)
+        x, seen = self.language.embed(tokens), {}
+        if media is not None:
+            x, fits, seen = self._see(x, tokens, media, remat=remat, scan=scan, trace=trace)
+            mismatch = jnp.zeros_like(tokens[:, 0], jnp.bool_) | ~fits
+            poison = mismatch if poison is None else poison | mismatch
         hidden, layers, collected, mixture = self.language.hidden(
             x, layers, context, remat=remat, scan=scan
         )
         if caches is not None:
             length = jnp.where(context.fits, context.length + tokens.shape[1], context.length)
             caches = Caches(layers, valid, length)
-        return hidden, caches, collected, mixture, poison
+        return Pass(hidden, caches, collected, mixture, poison, seen)
+
+    def _see(self, x, tokens, media: Media, *, remat, scan, trace):
+        """Embeddings with the features of `media`; whether they belong together; traced arrays."""
+        rows, is_valid, seen = self.vision(media, remat=remat, scan=scan, trace=trace)
+        features = self.projector(rows)
+        x, count = ops.merge_features(
+            x,
+            tokens,
+            features,
+            placeholder_id=self.cfg.media_placeholder_id,
+            pad_id=self.cfg.pad_id,
+        )
+        fits = is_valid & (count == jnp.asarray(media.num_features).sum())
+        debug.check(fits, "placeholders differ from the features of media, or its grids are wrong")
+        if trace:
+            seen |= {"projector": features, "merged_embeddings": x}
+        return x, fits, seen
 
     def logits(self, hidden: jax.Array, poison: jax.Array | None = None) -> jax.Array:
         """Logits [B, T, W] float32 of hidden [B, T, D]; NaN in rows where poison [B] holds."""

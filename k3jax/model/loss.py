@@ -3,21 +3,37 @@
 import jax
 import jax.numpy as jnp
 
+from k3jax.media import Media
 from k3jax.model.k3 import K3
+from k3jax.model.media import enter_media
 from k3jax.model.stack import Remat
 
 
-def target_mask(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """[B, T-1] bool: position t predicts token t+1 of the same non-zero segment."""
+def target_mask(
+    tokens: jax.Array, segment_ids: jax.Array | None, placeholder_id: int | None = None
+) -> jax.Array:
+    """[B, T-1] bool: position t predicts token t+1 of the same non-zero segment.
+
+    With `placeholder_id`, tokens that stand for features of an image are no targets.
+    """
     if segment_ids is None:
-        return jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.bool_)
-    return (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] != 0)
+        mask = jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.bool_)
+    else:
+        mask = (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] != 0)
+    return mask if placeholder_id is None else mask & (tokens[:, 1:] != placeholder_id)
+
+
+def token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """-log p(token t+1) in nats under logits [B, T, W] at t: [B, T-1] float32."""
+    chosen = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits[:, :-1], axis=-1) - chosen
 
 
 def next_token_loss(
     model: K3,
     tokens: jax.Array,
     segment_ids: jax.Array | None = None,
+    media: Media | None = None,
     *,
     remat: Remat = "none",
 ) -> tuple[jax.Array, dict]:
@@ -27,20 +43,20 @@ def next_token_loss(
         model: the model; `jax.grad` over it (or its `nnx.Param` part) works.
         tokens: [B, T] int32.
         segment_ids: [B, T] int32, 0 = padding.
+        media: see `K3.__call__`; the positions of its features are no targets.
         remat: see `K3.forward`.
 
     Returns:
         loss [] float32 (0 when there is no target), and metrics: "loss", "num_targets" [] int32,
-        "token_losses" [B, T-1] float32 (0 where there is no target), "statistics"
+        "token_losses" [B, T-1] float32 (0 where there is no target; T after growth), "statistics"
         (`RouterStatistics` for `balance_routers`, or None).
     """
-    logits, _, statistics = model.forward(tokens, segment_ids, statistics=True, remat=remat)
-    mask = target_mask(tokens, segment_ids)
+    tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
+    logits, _, statistics = model.forward(tokens, segment_ids, media, statistics=True, remat=remat)
+    ignored = None if media is None else model.cfg.media_placeholder_id
+    mask = target_mask(tokens, segment_ids, ignored)
     with jax.named_scope("cross_entropy"):
-        logits = logits[:, :-1]
-        chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-        losses = jnp.where(mask, losses, 0.0)
+        losses = jnp.where(mask, token_losses(logits, tokens), 0.0)
         num_targets = mask.sum(dtype=jnp.int32)
         loss = losses.sum() / jnp.maximum(num_targets, 1)
     metrics = {

@@ -87,7 +87,8 @@ class LayerStack(nnx.Module):
         return stream, None if caches is None else tuple(new_caches), collected
 
 
-def _checkpointed(function, remat: Remat):
+def checkpointed(function, remat: Remat):
+    """`function`, of which the backward pass keeps what `remat` says (see `LayerStack`)."""
     if remat == "none":
         return function
     policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
@@ -108,7 +109,7 @@ def _call_layer(cfg: K3Config, index: int, context: CallContext, remat: Remat):
         )
         return stream.prefix, stream.bank, cache, found
 
-    return _checkpointed(call, remat)
+    return checkpointed(call, remat)
 
 
 def _run_written_out(cfg, segment, module, stream, caches, context, remat):
@@ -172,7 +173,7 @@ def _run_scanned(cfg, segment, module, stream, caches, context, remat):
                 return stream.prefix, stream.bank, cache, found
 
             layer_cache = None if cache is None else cache[position]
-            prefix, bank, layer_cache, found = _checkpointed(call, layer_remat)(
+            prefix, bank, layer_cache, found = checkpointed(call, layer_remat)(
                 layer, prefix, bank, layer_cache, counts_here[position]
             )
             new_caches.append(layer_cache)

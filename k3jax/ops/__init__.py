@@ -1,24 +1,60 @@
 """Functions on sharded arrays: what modules call."""
 
 from k3jax.ops.dense import dense, embed
-from k3jax.ops.elementwise import gated_rms_norm, l2_normalize, rms_norm, situ, swiglu
+from k3jax.ops.elementwise import (
+    gated_rms_norm,
+    gelu,
+    gelu_tanh,
+    l2_normalize,
+    rms_norm,
+    situ,
+    swiglu,
+)
 from k3jax.ops.experts import gather_scores, routed_experts, select_experts
 from k3jax.ops.kda import delta_attention, delta_attention_step, short_conv
 from k3jax.ops.mla import latent_attention, latent_attention_step
 from k3jax.ops.residual import depth_mix
+from k3jax.ops.vision import (
+    FeaturePlaces,
+    PatchPlaces,
+    frame_embedding,
+    grids_are_valid,
+    item_attention,
+    locate_features,
+    locate_patches,
+    merge_features,
+    pool_frames,
+    position_embedding,
+    rotary_factors,
+    rotate_pairs,
+)
 
 __all__ = [
+    "FeaturePlaces",
+    "PatchPlaces",
     "delta_attention",
     "delta_attention_step",
     "dense",
     "depth_mix",
     "embed",
+    "frame_embedding",
     "gated_rms_norm",
     "gather_scores",
+    "gelu",
+    "gelu_tanh",
+    "grids_are_valid",
+    "item_attention",
     "l2_normalize",
     "latent_attention",
     "latent_attention_step",
+    "locate_features",
+    "locate_patches",
+    "merge_features",
+    "pool_frames",
+    "position_embedding",
     "rms_norm",
+    "rotary_factors",
+    "rotate_pairs",
     "routed_experts",
     "select_experts",
     "short_conv",

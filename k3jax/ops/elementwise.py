@@ -1,4 +1,4 @@
-"""Norms and gated activations: float32 inside, one cast at the end."""
+"""Norms and activations: float32 inside, one cast at the end."""
 
 import jax
 import jax.numpy as jnp
@@ -46,3 +46,13 @@ def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float | None)
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(a) * b."""
     return jax.nn.silu(gate) * up
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """X * Phi(x), the exact form (erf)."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """X / 2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

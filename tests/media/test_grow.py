@@ -68,8 +68,6 @@ def test_mismatches_are_refused():
     with pytest.raises(UserError, match="row 1 grows to 5 tokens, above length=4"):
         grow_placeholders([[1, 2], [PAD, PAD]], GRIDS, placeholder_id=PAD, length=4)
     with pytest.raises(UserError, match=r"shape \(1, 3\) differs from that of the tokens"):
-        UserError, match=r"shape \(1, 3\) differs from that of the tokens, \(1, 2\)"
-    ):
         grow_placeholders([[PAD, PAD]], GRIDS, placeholder_id=PAD, labels=[[1, 2, 3]])
     with pytest.raises(UserError, match="pad_side='middle' must be 'left' or 'right'"):
         grow_placeholders([[PAD, PAD]], GRIDS, placeholder_id=PAD, pad_side="middle")

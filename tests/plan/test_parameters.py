@@ -67,4 +67,6 @@ def test_count_equals_the_abstract_model(name):
 
     cfg = config(name)
     abstract = jax.eval_shape(lambda key: k3jax.init(cfg, key), jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(abstract)) == count_parameters(cfg).text.total
+    counts = count_parameters(cfg)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(m)) for m in (abstract, abstract.language)]
+    assert sizes == [counts.total, counts.text.total]
