@@ -113,7 +113,8 @@ def _decode(source: BytesSource, name: str) -> Iterator[tuple[float | None, Any]
 
 
 def _decode_open(av: Any, file: BinaryIO) -> Iterator[tuple[float | None, Any]]:
-    with av.open(file) as container:
+    # A playlist may name other files and addresses; no protocol is allowed to open them.
+    with av.open(file, options={"protocol_whitelist": "none"}) as container:
         if not container.streams.video:
             raise ValueError("it holds no video stream")
         stream = container.streams.video[0]
