@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from k3jax.checkpoint.folder import PREFIX
 from k3jax.checkpoint.placement import Placement
 from k3jax.checkpoint.vision_names import vision_placements
-from k3jax.checkpoint.vision_names import vision_placements
 from k3jax.config import K3Config, LayerKind
 from k3jax.config.hf_writer import STORED_SHAPES
 from k3jax.model.layout import Segment, plan_segments
