@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "k3jax.nn": OPS,
     "k3jax.model": NN,
     # Neighbours on one layer may use each other, but not in a circle.
-    "k3jax.data": TOOLS,
+    "k3jax.data": TOOLS | {"k3jax.chat"},  # the byte vocabulary
     "k3jax.checkpoint": TOOLS,
     "k3jax.plan": TOOLS,
     "k3jax.train": RUN,
@@ -146,6 +146,20 @@ def test_importing_k3jax_loads_no_jax_and_no_model():
 def test_configuration_and_plan_load_no_jax():
     loaded = loaded_by("import k3jax.plan, k3jax.config.presets as p; p.tiny().to_hf()")
     assert not loaded & {"jax", "flax", "k3jax.model"}
+
+
+def test_chat_loads_neither_jax_nor_the_model():
+    loaded = loaded_by(
+        "from k3jax import chat; v = chat.ByteVocabulary(); m = [{'role': 'user', 'content': 'a'}]; "
+        "chat.parse(chat.encode(m).ids(v), v)"
+    )
+    assert "k3jax.chat" in loaded
+    assert {name for name in loaded if name.startswith("k3jax")} == {
+        "k3jax",
+        "k3jax.chat",
+        "k3jax.errors",
+    }
+    assert not loaded & {"jax", "flax", "numpy", "regex", "tiktoken"}
 
 
 def test_public_names_load_when_asked_for():

@@ -1,17 +1,19 @@
-"""The byte vocabulary: ids 0-255 are bytes, 256-511 the control ids in the released order.
+"""The byte vocabulary for training data: `k3jax.chat.ByteVocabulary` with numpy in and out.
 
-Control id `256 + i` stands where the released vocabulary has `163584 + i`. Only the two that
+Ids 0-255 are bytes, 256-511 the control ids in the released order. Only the two control ids that
 pre-training needs are named here.
 """
 
 import numpy as np
 
-NUM_BYTES = 256
-BEGIN_OF_DOCUMENT = 256  # released [BOS], 163584
-END_OF_DOCUMENT = 257  # released [EOS], 163585: document end in pre-training, not the chat stop
-MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD = range(274, 278)  # released 163602 ... 163605
-NUM_CONTROL = 256
+from k3jax.chat.controls import BEGIN_OF_DOCUMENT as BEGIN_NAME
+from k3jax.chat.controls import END_OF_DOCUMENT as END_NAME
+from k3jax.chat.controls import NUM_CONTROL
+from k3jax.chat.vocabulary import NUM_BYTES, ByteVocabulary
+
 VOCABULARY = NUM_BYTES + NUM_CONTROL
+BEGIN_OF_DOCUMENT = ByteVocabulary().control_id(BEGIN_NAME)
+END_OF_DOCUMENT = ByteVocabulary().control_id(END_NAME)
 
 
 def encode(text: str | bytes) -> np.ndarray:
