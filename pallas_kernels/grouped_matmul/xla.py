@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import align_varying
+from pallas_kernels.grouped_matmul.packed import packed_matmul
 from pallas_kernels.mxfp4 import MXFP4
 
 
@@ -47,7 +48,7 @@ TILES = RowTiles(smallest=32, largest=128)
 def grouped_matmul(x: jax.Array, weights: jax.Array | MXFP4, group_sizes: jax.Array) -> jax.Array:
     """See `pallas_kernels.grouped_matmul`."""
     if isinstance(weights, MXFP4):
-        weights = jax.lax.stop_gradient(weights.dequantize(jnp.bfloat16))
+        return packed_matmul(x, weights, group_sizes)
     return grouped_apply(_product, x, weights, group_sizes)
 
 
