@@ -89,31 +89,27 @@ def build_model(
     progress: Callable[[int], None],
 ) -> K3:
     """The model that holds the tensors of `source`."""
-    abstract = abstract_variables(source)
+    abstract = abstract_source(source)
+    variables = named_variables(abstract)
     parts = parts_by_variable(source)
     shardings = {
-        name: variable_sharding(name, variable, rules) for name, variable in abstract.items()
+        name: variable_sharding(name, variable, rules) for name, variable in variables.items()
     }
     values: dict[str, jax.Array] = {}
     with concurrent.futures.ThreadPoolExecutor(num_workers()) as pool:
-        for name, variable in abstract.items():
+        for name, variable in variables.items():
             wanted = variable_type(variable, parts[name], dtype)
             sharding = shardings[name]
             values[name] = place_variable(
                 variable.shape, wanted, parts[name], sharding, pool, progress
             )
-    return fill_model(abstract_source(source), values)
+    return fill_model(abstract, values)
 
 
 def abstract_source(source: Source) -> K3:
     """The model of a source with shapes in place of arrays."""
     model = abstract_model(source.cfg)
     return pack_experts(model) if source.packed else model
-
-
-def abstract_variables(source: Source) -> dict[str, nnx.Variable]:
-    """Variable name -> abstract variable."""
-    return named_variables(abstract_source(source))
 
 
 def parts_by_variable(source: Source) -> Parts:

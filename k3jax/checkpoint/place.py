@@ -87,7 +87,7 @@ def place_variable(
     for bounds, holders in devices.items():
         # One slice at a time is on the host, whatever the number of devices.
         host = fill(bounds)
-        arrays += [jax.device_put(host, device) for device in holders]
+        arrays += jax.block_until_ready([jax.device_put(host, device) for device in holders])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 

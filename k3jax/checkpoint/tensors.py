@@ -21,7 +21,7 @@ from pallas_kernels import MXFP4
 from pallas_kernels.mxfp4 import GROUP
 from pallas_kernels.mxfp4.reference import decode_table
 
-BLOCK_BYTES = 1 << 24  # what is in memory at once, per thread and tensor
+BLOCK_BYTES = 1 << 23  # what is in memory at once, per thread and tensor
 TRANSPOSED_ROWS = 16  # rows moved at once: their 32 bytes stay together in the target
 
 

@@ -1,31 +1,23 @@
 """Between run directories and checkpoints in the released layout."""
 
-import concurrent.futures
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import numpy as np
-from flax import nnx
-
 from k3jax.checkpoint.convert import Progress, check_paths, describe_source
-from k3jax.checkpoint.hf import abstract_source, check_dtype, parts_by_variable, variable_type
+from k3jax.checkpoint.hf import check_dtype
 from k3jax.checkpoint.manifest import sha256
 from k3jax.checkpoint.names import decay_shape
-from k3jax.checkpoint.place import place_variable
 from k3jax.checkpoint.run import DIGESTS, find_damage, stored_steps
 from k3jax.checkpoint.save import SHARD_BYTES, count_bytes, model_source, write_released
-from k3jax.checkpoint.source import Experts, Source, convert_source, num_workers, open_source
-from k3jax.checkpoint.staging import Digests, Staging
-from k3jax.nn.parameters import named_variables
-from k3jax.train.converted import STEP, WEIGHTS, ConvertedWeights, write_part
+from k3jax.checkpoint.source import Experts, Source, convert_source, open_source
+from k3jax.checkpoint.staging import Staging
+from k3jax.train.converted import STEP, ConvertedWeights
+from k3jax.train.converted_writer import write_weights
 from k3jax.train.restore import load_run
 from k3jax.train.run_directory import RunDirectory, environment
-
-PART_BYTES = 1 << 30  # variables saved together; a larger one is a part of its own
 
 
 def convert_hf_to_run(
@@ -68,66 +60,9 @@ def convert_hf_to_run(
             target_path, identity=identity, overwrite=overwrite, num_bytes=total
         ) as staging:
             progress(staging.num_bytes, total)
-            _write_weights(source, dtype, staging, lambda done: progress(done, total))
+            write_weights(source, dtype, staging, lambda done: progress(done, total))
             _describe_run(source, Path(source_path), staging)
             staging.commit()
-
-
-def _write_weights(
-    source: Source, dtype, staging: Staging, progress: Callable[[int], None]
-) -> None:
-    folder = staging.folder / "checkpoints" / STEP / WEIGHTS
-    folder.mkdir(parents=True, exist_ok=True)
-    variables = named_variables(abstract_source(source))
-    tensors = parts_by_variable(source)
-    types = {name: variable_type(v, tensors[name], dtype) for name, v in variables.items()}
-    host = jax.devices("cpu")[0]
-    with (
-        concurrent.futures.ThreadPoolExecutor(num_workers()) as pool,
-        concurrent.futures.ThreadPoolExecutor(1, "digests") as hashing,
-        jax.default_device(host),
-    ):
-        recorded = []
-        for number, names in enumerate(_cut_into_parts(variables, types)):
-            part = folder / f"{number:05d}"
-            unit = part.relative_to(staging.folder).as_posix()
-            if unit in staging.units:
-                continue
-            arrays = {
-                name: place_variable(
-                    variables[name].shape, types[name], tensors[name], None, pool, progress
-                )
-                for name in names
-            }
-            write_part(part, arrays)
-            del arrays
-            recorded.append(hashing.submit(_record_part, staging, unit, part))
-        for future in recorded:
-            future.result()
-
-
-def _record_part(staging: Staging, unit: str, part: Path) -> None:
-    files = (path for path in sorted(part.rglob("*")) if path.is_file())
-    digests: Digests = {
-        path.relative_to(staging.folder).as_posix(): [path.stat().st_size, sha256(path)]
-        for path in files
-    }
-    staging.record(unit, digests)
-
-
-def _cut_into_parts(
-    variables: dict[str, nnx.Variable], types: dict[str, np.dtype]
-) -> Iterator[list[str]]:
-    names, size = [], 0
-    for name, variable in variables.items():
-        own = variable.size * types[name].itemsize
-        if names and size + own > PART_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += own
-    if names:
-        yield names
 
 
 def _describe_run(source: Source, origin: Path, staging: Staging) -> None:

@@ -31,7 +31,9 @@ from k3jax.nn.parameters import named_variables
 
 STEP = "0"
 WEIGHTS = "weights"
-CHUNK_BYTES = 1 << 28  # of an array: what a device that restores a slice has to read at least
+# An array is stored in pieces of this size: one in the usual case, as cutting copies it, several
+# where a device that restores its slice would have to read far too much.
+CHUNK_BYTES = 1 << 32
 HELD_PARTS = 2  # codes and scales of a matrix may lie in neighbouring parts
 
 
@@ -127,7 +129,7 @@ def write_part(folder: Path, arrays: dict[str, jax.Array]) -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each save
     tree = traverse_util.unflatten_dict(arrays, sep=".")
     # Packed bytes and random mantissas do not compress; trying costs more than writing.
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as writer:
         writer.save(folder.absolute(), ocp.args.PyTreeSave(tree, save_args=chunked), force=True)
