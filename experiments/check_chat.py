@@ -80,7 +80,7 @@ def check_chat(rng: random.Random, vocabulary: chat.Vocabulary, case: RandomChat
         AssertionError: a mismatch.
     """
     encoded = chat.encode(case.messages, **case.options)
-    ids = encoded.ids(vocabulary)
+    ids, targets = encoded.ids_and_targets(vocabulary)
     read = chat.read_conversation(ids, vocabulary).messages
     said = [message for message in read if getattr(message, "type", None) is None]
     if [written(message) for message in said] != case.truth:
@@ -99,8 +99,7 @@ def check_chat(rng: random.Random, vocabulary: chat.Vocabulary, case: RandomChat
         # Of each message all but the opener of its first channel is a target.
         opener = 2 + len(vocabulary.encode("think" if case.options["thinking"] else "response"))
         expected = [token for message in answers for token in message.ids[opener:]]
-        chosen = itertools.compress(ids, encoded.targets(vocabulary))
-        if list(chosen) != expected:
+        if list(itertools.compress(ids, targets)) != expected:
             raise AssertionError("the training targets are not what was said")
     check_stream(rng, vocabulary, list(body))
     broken = damage(rng, list(body), vocabulary.size)

@@ -20,11 +20,11 @@ repaired: errors are reported and every id is in an event.
 from k3jax.chat.arguments import Argument
 from k3jax.chat.controls import CONTROL_NAMES, NUM_CONTROL
 from k3jax.chat.conversation import Conversation, read_conversation
-from k3jax.chat.encode import EncodedChat, encode
+from k3jax.chat.encoder import EncodedChat, encode
 from k3jax.chat.events import Event
 from k3jax.chat.markup import Segment
 from k3jax.chat.messages import AssistantMessage, Call, MediaItem, Turn
-from k3jax.chat.parse import StreamParser, parse
+from k3jax.chat.parser import StreamParser, parse
 from k3jax.chat.vocabulary import (
     NUM_BYTES,
     RELEASED_DIGEST,

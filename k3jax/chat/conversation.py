@@ -7,7 +7,7 @@ from typing import NamedTuple
 from k3jax.chat import controls
 from k3jax.chat.markup import Tag, read_tag
 from k3jax.chat.messages import AssistantMessage, Content, MediaItem, Message, Turn
-from k3jax.chat.parse import StreamParser
+from k3jax.chat.parser import StreamParser
 from k3jax.chat.vocabulary import Vocabulary
 from k3jax.errors import UserError
 

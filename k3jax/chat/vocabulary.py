@@ -123,8 +123,9 @@ class TiktokenVocabulary(Vocabulary):
 
     Args:
         ranks: token bytes to rank; ranks are 0..n-1 and all 256 single bytes are tokens.
-        merges: "tiktoken" or "python" (needs the package regex); both give the same ids. "auto"
-            takes tiktoken where it is installed.
+        merges: "tiktoken" or "python" (needs the package regex); both give the same ids, except
+            for characters so new that one of the packages does not know them. "auto" takes
+            tiktoken where it is installed.
 
     Raises:
         UserError: ranks with gaps, a missing byte, or a package that is not installed.

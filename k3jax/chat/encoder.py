@@ -34,19 +34,23 @@ class EncodedChat:
 
     def ids(self, vocabulary: Vocabulary) -> list[int]:
         """Ids, T of them, with one placeholder for each media item."""
-        return [token for segment in self.segments for token in _segment_ids(segment, vocabulary)]
+        return self.ids_and_targets(vocabulary)[0]
 
     def targets(self, vocabulary: Vocabulary) -> list[bool]:
         """For each of the T ids whether training predicts it (the ids the model would sample)."""
-        return [
-            segment.target for segment in self.segments for _ in _segment_ids(segment, vocabulary)
-        ]
+        return self.ids_and_targets(vocabulary)[1]
 
-
-def _segment_ids(segment: Segment, vocabulary: Vocabulary) -> Sequence[int]:
-    if segment.control:
-        return (vocabulary.control_id(segment.text),)
-    return vocabulary.encode(segment.text)
+    def ids_and_targets(self, vocabulary: Vocabulary) -> tuple[list[int], list[bool]]:
+        """Both, for the price of one."""
+        ids: list[int] = []
+        targets: list[bool] = []
+        for segment in self.segments:
+            if segment.control:
+                ids.append(vocabulary.control_id(segment.text))
+            else:
+                ids += vocabulary.encode(segment.text)
+            targets += [segment.target] * (len(ids) - len(targets))
+        return ids, targets
 
 
 def encode(
