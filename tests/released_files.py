@@ -1,13 +1,16 @@
 """Small checkpoints in the released layout, written for one test."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from k3jax.checkpoint.headers import read_header
 from k3jax.checkpoint.names import placements
 from k3jax.config import K3Config
+from tests.golden_cases import GOLDEN
 
 
 def random_tensors(cfg: K3Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -55,3 +58,22 @@ def write_checkpoint(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple]:
+    """Stored name -> type, shape and raw bytes of every tensor of a folder's safetensors files."""
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        content = file.read_bytes()
+        for name, t in read_header(file).items():
+            found[name] = (t.dtype, t.shape, content[t.offset : t.offset + t.num_bytes])
+    return found
+
+
+def copy_checkpoint(case: str, target: Path) -> Path:
+    """The checkpoint of a golden case alone, without the expected outputs."""
+    target.mkdir(parents=True)
+    for file in (GOLDEN / case).iterdir():
+        if file.name.startswith(("model", "config")):
+            shutil.copy(file, target)
+    return target

@@ -44,8 +44,9 @@ def variable_sharding(
     dims = variable.get_metadata().get("dims") or (None,) * variable.ndim
     stacked = ("layers",) * (variable.ndim - len(dims))
     spec = rules.spec((*stacked, *dims))
-    for size, axes in zip(variable.shape, spec):
-        parts = math.prod(mesh.shape[axis] for axis in axes or ())
+    for size, entry in zip(variable.shape, spec):
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             raise CheckpointError(
                 f"{name} {tuple(variable.shape)}: {size} does not divide by the {parts} devices of "
