@@ -50,7 +50,7 @@ class Staging:
             self._check_space(num_bytes)
             self._write_journal()
         except BaseException:
-            self._unlock()
+            self.__exit__()
             raise
 
     def __enter__(self) -> "Staging":
@@ -59,7 +59,7 @@ class Staging:
     def __exit__(self, *_) -> None:
         if not self._committed and (self._identity is None or not self.units):
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
+        self._lock.close()
 
     @property
     def files(self) -> Digests:
@@ -152,9 +152,6 @@ class Staging:
         temporary = self.folder / (JOURNAL + ".tmp")
         temporary.write_text(json.dumps({"identity": self._identity, "units": self.units}))
         os.replace(temporary, self.folder / JOURNAL)
-
-    def _unlock(self) -> None:
-        self._lock.close()
 
 
 def check_target(target: Path, overwrite: bool) -> None:
