@@ -34,7 +34,6 @@ class TextStream:
         if self.is_between_characters:
             return None
         piece = (self._decoder.decode(b"", True), tuple(self._held))
-        self._decoder.reset()
         self._held = []
         self.is_between_characters = True
         return piece

@@ -223,6 +223,12 @@ def test_what_is_not_the_format_is_an_error(output, error):
     assert error in " ".join(message.errors)
 
 
+def test_thinking_inside_of_a_response_is_an_error():
+    message = chat.parse(tokens("x", "(think)", "y"), BYTES, thinking=False)
+    assert message.errors == ("think opens before response is closed",)
+    assert (message.reasoning, message.content) == ("y", "x")
+
+
 def test_control_ids_without_a_place_do_not_leak_into_text():
     ids = [
         BYTES.control_id("[BOS]"),

@@ -14,13 +14,26 @@ from k3jax.chat import bpe
 from k3jax.chat.text_stream import TextStream
 from k3jax.errors import UserError
 
-MERGES = (b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b"12", b"\xe4\xbd", b"aa", b"aaa")
+MERGES = (
+    b"he",
+    b"ll",
+    b"hell",
+    b"hello",
+    b" w",
+    b"or",
+    b" wor",
+    b"12",
+    b"\xe4\xbd",
+    b"aa",
+    b"aaa",
+    b"\xa0\xe5",
+)
 RANKS = {bytes([value]): value for value in range(256)}
 RANKS |= {token: 256 + rank for rank, token in enumerate(MERGES)}
 
 
 def small_vocabulary() -> chat.TiktokenVocabulary:
-    """256 bytes and a few merges, one of which cuts a character in two."""
+    """256 bytes and a few merges, some of which begin or end inside a character."""
     pytest.importorskip("regex")
     return chat.TiktokenVocabulary(RANKS, merges="python")
 
@@ -99,6 +112,19 @@ def test_text_stream_holds_back_parts_of_characters():
     assert stream.push(euro[0]) is None
     assert stream.flush() == ("\ufffd", (euro[0],))
     assert stream.is_between_characters
+
+
+def test_text_stream_keeps_what_a_token_begins_of_the_next_character():
+    vocabulary = small_vocabulary()
+    first, second, *rest = vocabulary.encode("你好")
+    assert vocabulary.token_bytes(second) == b"\xa0\xe5"
+    events = chat.StreamParser(vocabulary, thinking=False).push([first, second, 97])
+    assert [(event.text, event.ids) for event in events] == [
+        ("你", (first, second)),
+        ("\ufffda", (97,)),
+    ]
+    events = chat.StreamParser(vocabulary, thinking=False).push([first, second, *rest])
+    assert [event.text for event in events] == ["你", "好"]
 
 
 def test_merges_take_the_lowest_rank_first():
@@ -221,10 +247,10 @@ def test_another_digest_is_refused_unless_allowed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data + b"!!! 999\n", "line 268: expected base64 and rank"),
-        (lambda data: data + b"YWFhYQ==\n", "line 268: expected base64 and rank"),
-        (lambda data: data + b"YWE= 267\n", "line 268: .*occurs twice"),
-        (lambda data: data + b"YWFhYQ== 300\n", "ranks of 268 tokens are not 0..267"),
+        (lambda data: data + b"!!! 999\n", "line 269: expected base64 and rank"),
+        (lambda data: data + b"YWFhYQ==\n", "line 269: expected base64 and rank"),
+        (lambda data: data + b"YWE= 268\n", "line 269: .*occurs twice"),
+        (lambda data: data + b"YWFhYQ== 300\n", "ranks of 269 tokens are not 0..268"),
         (lambda data: data[: len(data) // 2], "bytes without a token|not 0|expected base64"),
         (lambda data: b"", "bytes without a token"),
     ],
