@@ -7,6 +7,8 @@ from k3jax.config.parts import KDAConfig, MLAConfig, MoEConfig, VisionConfig
 
 # Reserved ids of the released vocabulary of 163,840.
 _RELEASED_TOKENS = {"bos_id": 163584, "eos_id": 163586, "pad_id": 163839}
+# The same of the byte vocabulary, 256 bytes and then the 256 control ids in the released order.
+_BYTE_TOKENS = {"bos_id": 256, "eos_id": 258, "pad_id": 511, "media_placeholder_id": 277}
 
 
 def _others(num_layers: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,9 +145,21 @@ def small() -> K3Config:
         situ_beta=4.0,
         situ_linear_beta=25.0,
         attention_residual_block=6,
-        bos_id=256,
-        eos_id=258,
-        pad_id=511,
+        vision=VisionConfig(
+            dim=512,
+            num_layers=8,
+            num_heads=8,
+            qkv_dim=768,
+            ffn_dim=2048,
+            patch_size=14,
+            merge_size=(2, 2),
+            position_rows=32,
+            position_columns=32,
+            max_frames=4,
+            projector_dim=512,
+            projector_norm_eps=1e-5,
+        ),
+        **_BYTE_TOKENS,
     )
 
 
@@ -182,6 +196,21 @@ def tiny() -> K3Config:
         situ_beta=4.0,
         situ_linear_beta=25.0,
         attention_residual_block=4,
+        vision=VisionConfig(
+            dim=64,
+            num_layers=2,
+            num_heads=2,
+            qkv_dim=96,
+            ffn_dim=128,
+            patch_size=14,
+            merge_size=(2, 2),
+            position_rows=16,
+            position_columns=16,
+            max_frames=4,
+            projector_dim=64,
+            projector_norm_eps=1e-5,
+        ),
+        **_BYTE_TOKENS,
     )
 
 

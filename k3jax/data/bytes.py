@@ -1,19 +1,22 @@
 """The byte vocabulary for training data: `k3jax.chat.ByteVocabulary` with numpy in and out.
 
-Ids 0-255 are bytes, 256-511 the control ids in the released order. Only the two control ids that
+Ids 0-255 are bytes, 256-511 the control ids in the released order. Only the control ids that
 pre-training needs are named here.
 """
 
 import numpy as np
 
-from k3jax.chat.controls import BEGIN_OF_DOCUMENT as BEGIN_NAME
-from k3jax.chat.controls import END_OF_DOCUMENT as END_NAME
+from k3jax.chat import controls
 from k3jax.chat.controls import NUM_CONTROL
 from k3jax.chat.vocabulary import NUM_BYTES, ByteVocabulary
 
 VOCABULARY = NUM_BYTES + NUM_CONTROL
-BEGIN_OF_DOCUMENT = ByteVocabulary().control_id(BEGIN_NAME)
-END_OF_DOCUMENT = ByteVocabulary().control_id(END_NAME)
+BEGIN_OF_DOCUMENT = ByteVocabulary().control_id(controls.BEGIN_OF_DOCUMENT)
+END_OF_DOCUMENT = ByteVocabulary().control_id(controls.END_OF_DOCUMENT)
+MEDIA_BEGIN = ByteVocabulary().control_id(controls.MEDIA_BEGIN)
+MEDIA_CONTENT = ByteVocabulary().control_id(controls.MEDIA_CONTENT)
+MEDIA_PAD = ByteVocabulary().control_id(controls.MEDIA_PAD)
+MEDIA_END = ByteVocabulary().control_id(controls.MEDIA_END)
 
 
 def encode(text: str | bytes) -> np.ndarray:

@@ -39,12 +39,10 @@ class PictureRows:
         patch_size: pixels of a patch, P.
 
     Raises:
-        UserError: no pair at all, or rows shorter than a pair.
+        UserError: rows shorter than a pair.
     """
 
     def __init__(self, pairs: Sequence[Pair], length: int, patch_size: int):
-        if not len(pairs):
-            raise UserError("there is no picture to show: the text has no word of 3 to 8 letters")
         self.pairs, self.length, self.patch_size = pairs, length, patch_size
         self._config = MediaConfig(patch_size=patch_size)
         self.patches_per_picture = self._process([pairs[0].image]).patches.shape[0]

@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from k3jax.data.corpus import Documents
+from k3jax.data.corpus import Corpus
 from k3jax.errors import UserError
 
 CELL = 28  # pixels of a character, and of one feature: 2x2 patches of 14
@@ -33,23 +33,35 @@ class Pair:
     text: str
 
 
-class TextPictures(Sequence):
-    """Distinct words of a corpus, drawn: `pictures[i]` -> Pair.
+def split_words(corpus: Corpus, held_out_fraction: float) -> tuple[list[str], list[str]]:
+    """Distinct words of 3 to 8 letters to show in training, and others for measuring.
 
-    Args:
-        documents: where the words come from.
-        seed: their order.
-        without: words to leave out (those that were trained on).
+    Order and split go by the SHA-256 of the word, so they depend on nothing else.
+
+    Raises:
+        UserError: the corpus has fewer than two such words.
     """
+    found = {
+        word.decode()
+        for documents in (corpus.train, corpus.held_out)
+        for index in range(len(documents.names))
+        for word in _WORD.findall(documents.document(index).tobytes())
+    }
+    if len(found) < 2:
+        raise UserError(
+            f"{corpus.source} has {len(found)} words of 3 to {MAX_CHARACTERS} letters; pictures "
+            "need two at least. Train on text alone with --data.pictures 0"
+        )
+    words = sorted(found, key=lambda word: hashlib.sha256(word.encode()).digest())
+    cut = max(1, int(held_out_fraction * len(words)))
+    return words[cut:], words[:cut]
 
-    def __init__(self, documents: Documents, seed: int = 0, without: Collection[str] = ()):
-        found = {
-            word.decode()
-            for index in range(len(documents.names))
-            for word in _WORD.findall(documents.document(index).tobytes())
-        }
-        found.difference_update(without)
-        self.words = sorted(found, key=lambda w: hashlib.sha256(f"{seed}\0{w}".encode()).digest())
+
+class TextPictures(Sequence):
+    """Words, drawn: `pictures[i]` -> Pair."""
+
+    def __init__(self, words: Sequence[str]):
+        self.words = words
 
     def __len__(self) -> int:
         return len(self.words)

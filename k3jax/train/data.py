@@ -7,6 +7,8 @@ from k3jax.data.bytes import END_OF_DOCUMENT, MEDIA_PAD
 from k3jax.data.corpus import Corpus, load_corpus
 from k3jax.data.mixture import Mixture
 from k3jax.data.packing import PackedRows
+from k3jax.data.picture_rows import PictureRows
+from k3jax.data.pictures import Digits, TextPictures, split_words
 from k3jax.errors import UserError
 from k3jax.train.config import TrainConfig
 
@@ -18,7 +20,7 @@ class TrainingData:
     corpus: Corpus
     mixture: Mixture
     held_out: PackedRows
-    held_out_pictures: "PictureRows | None"
+    held_out_pictures: PictureRows | None
 
 
 def read_data(config: TrainConfig, model: K3Config) -> TrainingData:
@@ -57,9 +59,6 @@ def read_data(config: TrainConfig, model: K3Config) -> TrainingData:
 
 def _pictures(config: TrainConfig, model: K3Config, corpus: Corpus, shares: dict[str, float]):
     """Rows with pictures to train on, by source, and the held-out ones."""
-    from k3jax.data.picture_rows import PictureRows
-    from k3jax.data.pictures import Digits, TextPictures
-
     if model.media_placeholder_id != MEDIA_PAD:
         raise UserError(
             f"media_placeholder_id={model.media_placeholder_id} is not that of the byte "
@@ -71,8 +70,7 @@ def _pictures(config: TrainConfig, model: K3Config, corpus: Corpus, shares: dict
         sources["digits"] = PictureRows(Digits(), config.length, patch_size)
         held_out = Digits(held_out=True)
     if shares["pictures"]:
-        words = TextPictures(corpus.train, config.seed)
-        sources["pictures"] = PictureRows(words, config.length, patch_size)
-        # Words never trained on: what is measured is reading, not memory.
-        held_out = TextPictures(corpus.held_out, without=words.words)
+        shown, unseen = split_words(corpus, config.data.held_out_fraction)
+        sources["pictures"] = PictureRows(TextPictures(shown), config.length, patch_size)
+        held_out = TextPictures(unseen)
     return sources, PictureRows(held_out, config.length, patch_size)

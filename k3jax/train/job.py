@@ -109,7 +109,9 @@ def _see_through(run, config, data, console, watch, *, described: dict | None = 
 
 
 def _finish(trainer, console: Console, watch: Stopwatch) -> None:
+    from k3jax.train.metrics import read_metrics, realised_shares
     from k3jax.train.plots import write_plots
+    from k3jax.train.reading import reading_record
     from k3jax.train.report import write_report
     from k3jax.train.samples import write_samples
 
@@ -118,6 +120,7 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
     num_bytes = config.evaluation.final_num_bytes
     result = trainer.evaluate(num_bytes)
     baselines = trainer.held_out.baselines(trainer.data.corpus.train, num_bytes)
+    reading = trainer.evaluate_pictures(num_bytes)
     trainer.metrics.write(
         "final",
         trainer.step_number,
@@ -125,17 +128,22 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
         held_out_bytes=result.num_bytes,
         baselines=baselines,
         expert_counts=None if result.expert_counts is None else result.expert_counts.tolist(),
+        **reading_record(reading),
+        **realised_shares(read_metrics(run.metrics_file)),
     )
     watch.enter("samples")
     model = trainer.model()
     text = write_samples(run, model, config.evaluation.sample_bytes, config.seed)
     watch.enter("plots and report")
-    write_plots(run, model, trainer.held_out.rows[0])
+    examples = () if reading is None else reading.examples
+    write_plots(run, model, trainer.held_out.rows[0], examples)
     watch.enter("end")
     write_report(run, watch.seconds)
     console.print("\n[bold]samples[/]")
     console.print(text, highlight=False, markup=False)
     console.print(_results(result, baselines))
+    if reading is not None:
+        console.print(_reading(reading))
     console.print(_times(watch.seconds))
     console.print(f"report: [bold]{run.report_file}[/]   all files: {run.path}", highlight=False)
     console.print(
@@ -161,6 +169,15 @@ def _results(result, baselines: dict[str, float]) -> Table:
     for name, bits in baselines.items():
         table.add_row(words[name], f"{bits:.3f}", f"{bits - result.bits_per_byte:.3f}")
     table.add_row("[bold]this model", f"[bold]{result.bits_per_byte:.3f}", "")
+    return table
+
+
+def _reading(reading) -> Table:
+    table = Table(title=f"bits per byte of {reading.num_bytes:,} bytes of words in pictures")
+    table.add_column("the model sees")
+    table.add_column("bits per byte", justify="right")
+    table.add_row("the picture of the word", f"{reading.right:.3f}")
+    table.add_row("the picture of another word", f"{reading.swapped:.3f}")
     return table
 
 

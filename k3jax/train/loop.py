@@ -8,7 +8,7 @@ from rich.console import Console
 
 from k3jax.checkpoint.run import RunCheckpoints
 from k3jax.config import K3Config
-from k3jax.data.loader import Loader
+from k3jax.data.loader import Loader, count_rows
 from k3jax.errors import UserError
 from k3jax.train import config as train_config
 from k3jax.train.config import TrainConfig
@@ -16,7 +16,7 @@ from k3jax.train.data import TrainingData
 from k3jax.train.evaluation import HeldOut, HeldOutResult
 from k3jax.train.metrics import MetricsLog, cut_metrics
 from k3jax.train.progress import ProgressView, Stopwatch
-from k3jax.train.reading import HeldOutPictures, ReadingResult
+from k3jax.train.reading import HeldOutPictures, ReadingResult, reading_record, reading_text
 from k3jax.train.run_directory import RunDirectory
 from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
 from k3jax.train.step import make_evaluation_step, make_reading_step, make_train_step
@@ -150,8 +150,10 @@ class Trainer:
 
     def advance(self, view: ProgressView | None = None) -> None:
         """Start one step; its metrics are read while the next one runs."""
-        self.state, metrics = self._step(self.state, next(self.loader))
+        batch = next(self.loader)
+        self.state, metrics = self._step(self.state, batch)
         self.step_number += 1
+        metrics |= count_rows(batch)
         previous, self._pending = self._pending, (self.step_number, metrics)
         if previous is not None:
             self._record(*previous, view)
@@ -200,6 +202,8 @@ class Trainer:
             "loss": loss if math.isfinite(loss) else None,
             "bits_per_target": loss / math.log(2),
             "targets": int(values["targets"]),
+            "rows": int(values["rows"]),
+            "picture_rows": int(values["picture_rows"]),
             "grad_norm": float(values["grad_norm"]),
             "lr": float(values["lr"]),
             "skipped": int(values["skipped"]),
@@ -239,7 +243,7 @@ class Trainer:
         )
         self.console.print(
             f"step {number}: held-out {result.bits_per_byte:.3f} bits per byte "
-            f"({result.num_bytes:,} bytes)" + _reading_text(reading),
+            f"({result.num_bytes:,} bytes)" + reading_text(reading),
             highlight=False,
         )
         self.watch.enter("training")
@@ -247,23 +251,6 @@ class Trainer:
 
     def _warn(self, text: str) -> None:
         self.console.print(f"[bold red]warning:[/] {text}", highlight=False)
-
-
-def reading_record(reading: ReadingResult | None) -> dict:
-    """What metrics.jsonl says of a reading test."""
-    if reading is None:
-        return {}
-    return {
-        "picture_bits_per_byte": reading.right,
-        "swapped_picture_bits_per_byte": reading.swapped,
-        "picture_bytes": reading.num_bytes,
-    }
-
-
-def _reading_text(reading: ReadingResult | None) -> str:
-    if reading is None:
-        return ""
-    return f"; reads pictures at {reading.right:.3f}, swapped ones at {reading.swapped:.3f}"
 
 
 def check_identity(stored: dict, present: dict, path) -> None:

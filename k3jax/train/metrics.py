@@ -44,6 +44,14 @@ def cut_metrics(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
+def realised_shares(records: list[dict]) -> dict[str, float]:
+    """Share of the rows trained on so far that showed pictures."""
+    train = [record for record in records if record["kind"] == "train"]
+    rows = sum(record["rows"] for record in train)
+    shown = sum(record["picture_rows"] for record in train)
+    return {"picture_share": shown / max(rows, 1)}
+
+
 def _plain(value):
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}

@@ -16,6 +16,9 @@ DECAY_TABLE: tuple[tuple[str, bool], ...] = (
     (r"feed_forward\.expert_(gate|up|down)", True),
     (r"feed_forward\.latent_(up|down)", True),
     (r"feed_forward\.router", True),
+    (r"vision\.patch_embed\.(patch_proj|position_table)", True),
+    (r"vision\.blocks\.(qkv_proj|o_proj|fc0|fc1)", True),
+    (r"projector\.(fc0|fc1)", True),
     (r"attention\.(A_log|dt_bias)", False),
     (r"attention\.[qkv]_conv", False),  # depthwise taps, not a matrix
     (r"attention\.o_norm", False),

@@ -14,6 +14,7 @@ from k3jax.model import trace
 from k3jax.model.layout import plan_segments
 from k3jax.nn.parameters import named_variables
 from k3jax.train.metrics import read_metrics
+from k3jax.train.reading_plots import reading_curve, reading_examples
 from k3jax.train.run_directory import RunDirectory
 
 STYLE = {
@@ -33,13 +34,14 @@ BASELINE_COLORS = {"unigram": "#9e9e9e", "bigram": "#e08214", "trigram": "#b2182
 MODEL_COLOR, EVALUATION_COLOR = "#2166ac", "#1b7837"
 
 
-def write_plots(run: RunDirectory, model, row: dict) -> list[Path]:
+def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
     """All pictures of a run into `plots/`.
 
     Args:
         run: with metrics and a "final" record.
         model: as trained.
         row: {"tokens", "segment_ids"} [T] to look at the model with.
+        examples: held-out pictures with the model's guesses (`k3jax.train.reading`).
     """
     records = read_metrics(run.metrics_file)
     train = [record for record in records if record["kind"] == "train"]
@@ -50,6 +52,9 @@ def write_plots(run: RunDirectory, model, row: dict) -> list[Path]:
             figures["loss"] = _loss(records, train, final)
             figures["optimization"] = _optimization(train)
             figures["throughput"] = _throughput(train)
+        if examples:
+            figures["reading"] = reading_curve(records)
+            figures["pictures"] = reading_examples(examples)
         if train and "overload" in train[-1]:
             figures["balance"] = _balance(train)
         if final and final[-1]["expert_counts"]:

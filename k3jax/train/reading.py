@@ -2,7 +2,7 @@
 
     bits = -(1 / N) sum log2 p(byte of the text | picture, bytes before it)
 
-over held-out words that no training text holds. The swapped picture is that of the next pair in
+over words that were never shown in training. The swapped picture is that of the next pair in
 the same row: a model that does not look has the same bits for both.
 """
 
@@ -11,17 +11,42 @@ import dataclasses
 import jax
 import numpy as np
 
+from k3jax.data.bytes import decode
 from k3jax.data.loader import join_pictures
 from k3jax.data.packing import document_order
+from k3jax.data.picture_rows import PictureRows
+from k3jax.data.pictures import Pair
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadingResult:
-    """Bits per byte of the texts."""
+    """Bits per byte of the texts, and what the model takes the first pictures for.
+
+    A guess is made character by character from the picture and the true characters before it.
+    """
 
     right: float
     swapped: float
     num_bytes: int
+    examples: list[tuple[Pair, str]]
+
+
+def reading_record(reading: ReadingResult | None) -> dict:
+    """What metrics.jsonl says of a measurement."""
+    if reading is None:
+        return {}
+    return {
+        "picture_bits_per_byte": reading.right,
+        "swapped_picture_bits_per_byte": reading.swapped,
+        "picture_bytes": reading.num_bytes,
+    }
+
+
+def reading_text(reading: ReadingResult | None) -> str:
+    """The same, as the end of a line."""
+    if reading is None:
+        return ""
+    return f"; words in pictures {reading.right:.3f}, with a swapped picture {reading.swapped:.3f}"
 
 
 class HeldOutPictures:
@@ -32,7 +57,7 @@ class HeldOutPictures:
         batch: rows per call (the last batch is filled with padding rows).
     """
 
-    def __init__(self, rows, batch: int):
+    def __init__(self, rows: PictureRows, batch: int):
         self.rows, self.batch = rows, batch
         self.order = document_order([str(i) for i in range(len(rows))], seed=0)
 
@@ -46,11 +71,22 @@ class HeldOutPictures:
             for swap in (False, True):
                 pending.append((swap, step(params, rest, *self._inputs(picked, swap))))
         nats, targets = {False: 0.0, True: 0.0}, {False: 0, True: 0}
-        for swap, part in jax.device_get(pending):
+        measured = jax.device_get(pending)
+        for swap, part in measured:
             nats[swap] += float(part["nats"])
             targets[swap] += int(part["targets"])
         bits = {swap: nats[swap] / np.log(2) / targets[swap] for swap in nats}
-        return ReadingResult(bits[False], bits[True], targets[False])
+        examples = self._examples(chosen[0], measured[0][1]["guesses"][0])
+        return ReadingResult(bits[False], bits[True], targets[False], examples)
+
+    def _examples(self, row: int, guesses: np.ndarray) -> list[tuple[Pair, str]]:
+        """The pairs of a row with the guesses [T-1] of each of its next tokens."""
+        source = self.rows[row]
+        examples = []
+        for number, index in enumerate(self.rows.plan[row], start=1):
+            here = source["answers"] & (source["segment_ids"] == number)
+            examples.append((self.rows.pairs[index], decode(guesses[here[1:]])))
+        return examples
 
     def _inputs(self, picked: list[dict], swap: bool):
         shape = (self.batch, self.rows.length)

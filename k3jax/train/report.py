@@ -22,6 +22,10 @@ pre { background: #f6f6f6; padding: 1em; overflow: auto; font-size: 13px; white-
 CAPTIONS = {
     "loss": "Training and held-out bits per byte; dashed, what counting alone reaches. Training "
     "counts document ends as targets, held-out only bytes.",
+    "reading": "Words shown as pictures, none of them shown in training. With the "
+    "picture of another word the model can only go by spelling: the gap is what looking gives.",
+    "pictures": "Each character guessed from the picture and the true characters before it; green "
+    "where the whole word is right.",
     "balance": "How far the busiest expert of each MoE layer is above the mean, and the biases "
     "that Quantile Balancing moved to level it.",
     "expert_load": "Load of each expert on text the router never saw: 1 is the mean.",
@@ -67,7 +71,9 @@ def write_report(run: RunDirectory, seconds: dict[str, float]) -> None:
         "<h2>Held-out bits per byte</h2>",
         _scores(final),
         "<p>Lower is better. All four are measured on the same bytes: files of the corpus that "
-        "were not trained on.</p><h2>Pictures</h2>",
+        "were not trained on.</p>",
+        *_reading(final),
+        "<h2>Plots</h2>",
         *(_figure(run.plots / f"{name}.png", caption) for name, caption in CAPTIONS.items()),
     ]
     if (run.profile / "scopes.json").exists():
@@ -85,6 +91,21 @@ def _scores(final: dict) -> str:
     model = final["held_out_bits_per_byte"]
     rows = [(name, f"{bits:.3f}", "") for name, bits in final["baselines"].items()]
     return _table([*rows, ("this model", f"{model:.3f}", "model")], number=True)
+
+
+def _reading(final: dict) -> list[str]:
+    if "picture_bits_per_byte" not in final:
+        return []
+    rows = [
+        ("the picture of another word", f"{final['swapped_picture_bits_per_byte']:.3f}", ""),
+        ("the picture of the word", f"{final['picture_bits_per_byte']:.3f}", "model"),
+    ]
+    return [
+        "<h2>Words in pictures, bits per byte</h2>",
+        _table(rows, number=True),
+        f"<p>{final['picture_bytes']:,} bytes of words that were never shown in training; "
+        f"{100 * final['picture_share']:.2f} % of the rows trained on showed pictures.</p>",
+    ]
 
 
 def _profile(text: str) -> str:

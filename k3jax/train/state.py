@@ -16,7 +16,7 @@ class TrainState:
     """All that a step reads and writes; what a checkpoint holds."""
 
     params: dict[str, jax.Array]  # trained arrays by name
-    rest: dict[str, jax.Array]  # the other variables by name: router biases
+    rest: dict[str, jax.Array]  # the other variables by name: router biases, packed experts
     optimizer: object  # optax state
     step: jax.Array  # [] int32: steps done
     skipped: jax.Array  # [] int32: steps without an update so far
@@ -29,14 +29,16 @@ class ModelParts:
 
     Args:
         cfg: the model; its structure is read from an abstract instance.
+        packed_experts: routed experts are MXFP4 constants (`k3jax.model.pack_experts`), to be
+            found in `rest`.
     """
 
-    def __init__(self, cfg: K3Config):
-        from k3jax.model import init
+    def __init__(self, cfg: K3Config, *, packed_experts: bool = False):
+        from k3jax.model import init, pack_experts
 
         self.cfg = cfg
-        self._init = init
-        template = jax.eval_shape(lambda key: init(cfg, key), jax.random.key(0))
+        self._init = (lambda *args: pack_experts(init(*args))) if packed_experts else init
+        template = jax.eval_shape(lambda key: self._init(cfg, key), jax.random.key(0))
         variables = named_variables(template)
         leaves, self._structure = jax.tree.flatten(template)
         if len(leaves) != len(variables):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from k3jax.data.bytes import NUM_BYTES
 from k3jax.model import next_token_loss
-from k3jax.model.loss import target_mask
+from k3jax.model.loss import target_mask, token_losses
 from k3jax.nn.balancing import balance_routers
 from k3jax.train.config import TrainConfig
 from k3jax.train.optimizer import adamw, learning_rate
@@ -128,15 +128,17 @@ def make_reading_step(parts: ModelParts):
     """`read(params, rest, tokens, segment_ids, media, answers)` -> sums over answers.
 
     answers [B, T] bool marks the bytes of the texts that stand after their pictures. Returns
-    "nats" [] float32 and "targets" [] int32.
+    "nats" [] float32, "targets" [] int32, and "guesses" [B, T-1] int32, the likeliest next tokens.
     """
 
     def read(params, rest, tokens, segment_ids, media, answers):
-        _, metrics = next_token_loss(parts.join(params, rest), tokens, segment_ids, media=media)
+        logits, _, _ = parts.join(params, rest).forward(tokens, segment_ids, media=media)
+        losses = token_losses(logits, tokens)
         wanted = answers[:, 1:]
         return {
-            "nats": jnp.where(wanted, metrics["token_losses"], 0.0).sum(),
+            "nats": jnp.where(wanted, losses, 0.0).sum(),
             "targets": wanted.sum(dtype=jnp.int32),
+            "guesses": jnp.argmax(logits[:, :-1], axis=-1).astype(jnp.int32),
         }
 
     return read

@@ -4,35 +4,35 @@ import numpy as np
 import pytest
 
 from k3jax.data import bytes as vocabulary
-from k3jax.data.corpus import Documents
+from k3jax.data.corpus import load_corpus
 from k3jax.data.loader import Loader, count_rows
 from k3jax.data.mixture import Mixture
 from k3jax.data.packing import PackedRows
 from k3jax.data.picture_rows import PictureRows
-from k3jax.data.pictures import SIZE, TextPictures, draw
+from k3jax.data.pictures import SIZE, TextPictures, draw, split_words
 from k3jax.errors import UserError
 
-TEXT = b"the_word is a snippet, of 12 code tokens; overlong_words are left out"
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("the_word is a snippet, of 12 code tokens; overlong_words left")
+    (folder / "b.txt").write_text("def code(self): return snippet" + 3 * " some text to train on")
+    return load_corpus(str(folder), held_out_fraction=0.3)
 
 
 @pytest.fixture(scope="module")
-def documents():
-    return Documents.from_pairs([("a", TEXT), ("b", b"def code(self): return snippet")])
+def rows(corpus):
+    return PictureRows(TextPictures(split_words(corpus, 0.1)[0]), length=80, patch_size=14)
 
 
-@pytest.fixture(scope="module")
-def rows(documents):
-    return PictureRows(TextPictures(documents), length=80, patch_size=14)
-
-
-def test_words_are_distinct_whole_and_short(documents):
-    words = TextPictures(documents).words
-    assert sorted(words) == sorted(set(words))
-    assert {"the_word", "snippet", "code", "self", "def"} <= set(words)
+def test_words_are_distinct_whole_and_short_and_split(corpus):
+    shown, unseen = split_words(corpus, 0.3)
+    words = shown + unseen
+    assert len(set(words)) == len(words) and unseen
+    assert {"the_word", "snippet", "code", "self", "def", "left"} <= set(words)
     assert not {"is", "12", "overlong"} & set(words)
-    other = TextPictures(documents, seed=1).words
-    assert sorted(other) == sorted(words) and other != words
-    assert "code" not in TextPictures(documents, without=["code"]).words
+    assert split_words(corpus, 0.3) == (shown, unseen)
 
 
 def test_every_character_shows_in_its_own_cell():
@@ -63,8 +63,8 @@ def test_rows_hold_whole_pairs(rows):
     assert sorted(seen) == sorted(rows.pairs.words)
 
 
-def test_batches_hold_the_pictures_of_their_rows_in_order(rows, documents):
-    text = PackedRows(documents, length=80)
+def test_batches_hold_the_pictures_of_their_rows_in_order(rows, corpus):
+    text = PackedRows(corpus.train, length=80)
     mixture = Mixture({"text": text, "pictures": rows}, {"text": 0.5, "pictures": 0.5}, seed=3)
     whole = next(Loader(mixture, batch=4))
     parts = [next(Loader(mixture, batch=4, process_index=p, process_count=2)) for p in range(2)]
@@ -84,12 +84,12 @@ def test_batches_hold_the_pictures_of_their_rows_in_order(rows, documents):
     assert shapes["media"].patches.shape == whole["media"].patches.shape
 
 
-def test_rows_that_a_pair_does_not_fit_are_refused(documents):
+def test_rows_that_a_pair_does_not_fit_are_refused():
     with pytest.raises(UserError, match="length=20 is shorter than a picture with its text"):
-        PictureRows(TextPictures(documents), length=20, patch_size=14)
+        PictureRows(TextPictures(["word"]), length=20, patch_size=14)
 
 
-def test_a_text_without_words_is_refused():
-    numbers = TextPictures(Documents.from_pairs([("a", b"1 2 3 45")]))
-    with pytest.raises(UserError, match="no picture to show"):
-        PictureRows(numbers, length=80, patch_size=14)
+def test_a_text_without_words_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("1 2 3 45 " * 20)
+    with pytest.raises(UserError, match="0 words of 3 to 8 letters"):
+        split_words(load_corpus(str(tmp_path)), 0.1)

@@ -31,6 +31,9 @@ def micro_model() -> K3Config:
             v_head_dim=8,
         ),
         moe=dataclasses.replace(tiny.moe, num_experts=4, expert_hidden_dim=8, latent_dim=8),
+        vision=dataclasses.replace(
+            tiny.vision, dim=8, projector_dim=8, num_layers=1, qkv_dim=16, ffn_dim=8
+        ),
     )
 
 
@@ -40,14 +43,14 @@ def micro_config(folder) -> TrainConfig:
     text = folder / "text"
     text.mkdir()
     for i in range(40):
-        (text / f"{i}.txt").write_text("".join(f"line {j} of file {i}\n" for j in range(30)))
+        (text / f"{i}.txt").write_text("".join(f"line{j % 9} of file{i}\n" for j in range(30)))
     return TrainConfig(
         model=str(folder / "config.json"),
         name="run",
         runs=str(folder / "runs"),
         steps=6,
         batch=4,
-        length=32,
+        length=48,
         max_skipped=3,
         data=DataConfig(path=str(text)),
         checkpoint=CheckpointConfig(every=2),

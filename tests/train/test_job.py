@@ -26,7 +26,7 @@ from tests.train.conftest import micro_config
 
 PICTURES = {
     "loss", "optimization", "throughput", "balance", "expert_load", "router_bias", "decay_rates",
-    "depth_attention",
+    "depth_attention", "reading", "pictures",
 }  # fmt: skip
 
 
@@ -75,7 +75,10 @@ def test_metrics_have_each_step_once_and_the_same_bytes_for_all(finished):
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == [3]
     (final,) = [r for r in records if r["kind"] == "final"]
     assert set(final["baselines"]) == {"unigram", "bigram", "trigram"}
-    assert 200 < final["held_out_bytes"] <= 256
+    assert 200 < final["held_out_bytes"] <= 6 * 48  # rows of 48 tokens
+    assert final["picture_share"] == 0.25
+    assert final["picture_bytes"] > 0
+    assert final["picture_bits_per_byte"] > 0 and final["swapped_picture_bits_per_byte"] > 0
     assert np.array(final["expert_counts"]).shape == (1, 4)
 
 

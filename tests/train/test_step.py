@@ -24,9 +24,13 @@ def setting(tmp_path_factory):
     )
     parts = ModelParts(micro_model())
     step, optimizer = make_train_step(parts, config)
-    data = read_data(config, micro_model())
-    loader = Loader(data.mixture, batch=config.batch)
+    loader = batches_of(config, 1)
     return config, parts, jax.jit(step), optimizer, [next(loader) for _ in range(30)]
+
+
+def batches_of(config, micro_batches):
+    data = read_data(config, micro_model())
+    return Loader(data.mixture, batch=config.batch, micro_batches=micro_batches)
 
 
 def test_loss_decreases_and_biases_move(setting):
@@ -46,13 +50,15 @@ def test_loss_decreases_and_biases_move(setting):
 
 
 def test_micro_batches_equal_one_batch(setting):
-    config, parts, step, optimizer, batches = setting
+    config, parts, step, optimizer, _ = setting
     parted, _ = make_train_step(parts, dataclasses.replace(config, micro_batches=2))
-    batch = {key: value.copy() for key, value in batches[0].items()}
-    batch["segment_ids"][0, 5:] = 0  # parts with unequal numbers of targets
+    batch = next(batches_of(config, 1))
+    in_parts = next(batches_of(config, 2))  # the same rows; pictures in a block for each part
+    for rows in (batch, in_parts):
+        rows["segment_ids"][0, 5:] = 0  # parts with unequal numbers of targets
     state = parts.fresh_state(optimizer, 0)
     whole, expected = step(state, batch)
-    added, metrics = jax.jit(parted)(state, batch)
+    added, metrics = jax.jit(parted)(state, in_parts)
     assert int(metrics["targets"]) == int(expected["targets"])
     assert_close(metrics["loss"], expected["loss"])
     assert_close(metrics["grad_norm"], expected["grad_norm"], gradient=True)
