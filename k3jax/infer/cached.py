@@ -51,6 +51,7 @@ def prefill(
     tokens = as_tokens(tokens, 2, model.cfg.vocab_size)
     segment_ids = as_one_segment(segment_ids, tokens)
     tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
+    tokens = jnp.asarray(tokens)
     batch, num_tokens = tokens.shape
     if caches is None:
         if max_length is None:
@@ -83,7 +84,7 @@ def decode_step(model: K3, token: jax.Array, caches: Caches) -> tuple[jax.Array,
     Raises:
         UserError: as `prefill`.
     """
-    token = as_tokens(token, 1, model.cfg.vocab_size)
+    token = jnp.asarray(as_tokens(token, 1, model.cfg.vocab_size))
     _check_room(caches, token[:, None])
     return _decode_step(model, token, caches)
 
@@ -114,8 +115,11 @@ _prefill = debug.compiled(prefill_arrays, static_argnames=("last_only",))
 _decode_step = debug.compiled(decode_arrays)
 
 
-def as_tokens(tokens, rank: int, vocab_size: int) -> jax.Array:
-    """Tokens as int32, refused where they are not integers of this rank or a value is no id."""
+def as_tokens(tokens, rank: int, vocab_size: int) -> jax.Array | np.ndarray:
+    """Tokens as int32, refused where they are not integers of this rank or a value is no id.
+
+    Host values stay on the host, so that they remain known while a caller is being traced.
+    """
     tokens = _as_array(tokens)
     if tokens.ndim != rank or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
         wanted = "[B, T]" if rank == 2 else "[B]"
@@ -124,7 +128,7 @@ def as_tokens(tokens, rank: int, vocab_size: int) -> jax.Array:
         )
     # Before the cast to int32, which could wrap a wrong id to a right one.
     check_token_ids(tokens, vocab_size)
-    return jnp.asarray(tokens, jnp.int32)
+    return tokens if tokens.dtype == jnp.int32 else tokens.astype(jnp.int32)
 
 
 def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
@@ -139,7 +143,7 @@ def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
         raise UserError(f"token id {bad} lies outside 0..{vocab_size - 1}, the vocabulary")
 
 
-def as_one_segment(segment_ids, tokens: jax.Array) -> jax.Array | None:
+def as_one_segment(segment_ids, tokens: jax.Array | np.ndarray) -> jax.Array | np.ndarray | None:
     """Segment ids as int32, refused where a row holds two segments or the shape is another."""
     if segment_ids is None:
         return None
@@ -158,7 +162,7 @@ def as_one_segment(segment_ids, tokens: jax.Array) -> jax.Array | None:
                     f"row {row} holds segments {found.tolist()}; a row with a cache is one "
                     "document (segment ids 0 for padding and one other number)"
                 )
-    return jnp.asarray(segment_ids, jnp.int32)
+    return segment_ids if segment_ids.dtype == jnp.int32 else segment_ids.astype(jnp.int32)
 
 
 def _check_room(caches: Caches, tokens: jax.Array) -> None:

@@ -61,7 +61,7 @@ def generate(
     tokens = as_tokens(tokens, 2, model.cfg.vocab_size)
     segment_ids = as_one_segment(segment_ids, tokens)
     _check_prompts(segment_ids)
-    tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
+    tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media, bucketed=True)
     stop = np.asarray(list(stop_ids), np.int64)
     check_token_ids(stop, model.cfg.vocab_size)
     key = jax.random.key(0) if key is None else key

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from k3jax.errors import UserError
+from k3jax.media.buckets import round_up
 from k3jax.media.container import Media
 
 IGNORED = -100  # label of a position that is no target
@@ -40,6 +41,7 @@ def grow_placeholders(
     pad_side: PadSide = "left",
     pad_id: int = 0,
     length: int | None = None,
+    bucketed: bool = False,
 ) -> Grown:
     """Repeat each placeholder as often as its item has features; other tokens stay as they are.
 
@@ -54,6 +56,7 @@ def grow_placeholders(
         pad_side: where rows shorter than the longest are padded, with segment 0.
         pad_id: the token there.
         length: T', at least the length of the longest grown row, which is the default.
+        bucketed: T' is the next length of the ladder of `k3jax.media.buckets` instead.
 
     Returns:
         `Grown`, with the rank of `tokens`.
@@ -83,7 +86,7 @@ def grow_placeholders(
     lengths = repeats.sum(axis=1)
     longest = int(lengths.max(initial=0))
     if length is None:
-        length = longest
+        length = round_up(longest) if bucketed else longest
     elif longest > length:
         raise UserError(f"row {lengths.argmax()} grows to {longest} tokens, above length={length}")
 

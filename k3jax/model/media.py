@@ -10,7 +10,7 @@ from k3jax.media.checks import check_media, is_known
 from k3jax.media.grow import count_features
 
 
-def enter_media(cfg: K3Config, tokens, segment_ids, media: Media | None):
+def enter_media(cfg: K3Config, tokens, segment_ids, media: Media | None, *, bucketed: bool = False):
     """Tokens and segment ids with as many placeholders as `media` has features.
 
     Tokens that are grown already come back as they are, as do values that are not known here
@@ -22,6 +22,8 @@ def enter_media(cfg: K3Config, tokens, segment_ids, media: Media | None):
         tokens: [B, T] int32.
         segment_ids: [B, T] int32 or None.
         media: None returns the other two untouched.
+        bucketed: pad what grows to a length of the ladder (`k3jax.media.buckets`), so that
+            pictures of many sizes share few programs.
 
     Raises:
         UserError: the media cannot be read by this model, or the number of placeholders is
@@ -54,6 +56,7 @@ def enter_media(cfg: K3Config, tokens, segment_ids, media: Media | None):
         segment_ids=segment_ids,
         pad_side="right" if is_right else "left",
         pad_id=cfg.pad_id or 0,
+        bucketed=bucketed,
     )
     ids = None if segment_ids is None and grown.segment_ids.all() else grown.segment_ids
     return _like(grown.tokens, tokens), None if ids is None else _like(ids, tokens)
