@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.checks import align_varying
 from pallas_kernels.mxfp4 import GROUP, MXFP4
-from pallas_kernels.mxfp4.xla import decode_columns, stream_columns
+from pallas_kernels.mxfp4.xla import decode_columns, stream_columns, stream_scales
 
 BYTES = GROUP // 2  # codes of one group
 
@@ -32,6 +32,7 @@ class PackedTiles:
         alone_below: mean group size from which on such groups are too rare to look for.
         alone_bytes: codes of a block of the product with one row, which reads them twice.
         smallest, largest: rows of a tile, which is about the mean group size.
+        largest_single: rows of a tile where there is one group, and no tile is partly filled.
         few_rows: tiles of at most this many rows have blocks of `few_weights`, others `weights`.
     """
 
@@ -40,12 +41,15 @@ class PackedTiles:
     alone_bytes: int
     smallest: int
     largest: int
+    largest_single: int
     few_rows: int
     few_weights: int
     weights: int
 
     def rows(self, num_rows: int, num_groups: int) -> int:
         """Return the power of two at or above the mean group size, within the bounds."""
+        if num_groups == 1:
+            return _Blocks.of(num_rows, self.largest_single).width
         mean = -(-num_rows // num_groups)
         return min(max(1 << (mean - 1).bit_length(), self.smallest), self.largest)
 
@@ -60,8 +64,9 @@ TILES = PackedTiles(
     alone_bytes=3 << 20,
     smallest=16,
     largest=512,
+    largest_single=1024,
     few_rows=128,
-    few_weights=3 << 19,
+    few_weights=3 << 20,
     weights=6 << 20,
 )
 
@@ -229,7 +234,8 @@ def _row_by_row(columns_of_x, weights: MXFP4, group_sizes: jax.Array, output: ja
     """Fill in the rows of groups of at most `TILES.alone` rows."""
     num_rows = output.shape[0]
     num_groups, num_columns, half = weights.codes.shape
-    blocks = _Blocks.of(num_columns, TILES.alone_bytes // half)
+    # At least two blocks: XLA would move the decoding of a single one out of its loop.
+    blocks = _Blocks.of(num_columns, min(TILES.alone_bytes // half, (num_columns + 1) // 2))
     row_numbers = jnp.arange(num_rows)
     ends = jnp.cumsum(group_sizes)
     group_of_row = jnp.searchsorted(ends, row_numbers, side="right")
@@ -238,23 +244,34 @@ def _row_by_row(columns_of_x, weights: MXFP4, group_sizes: jax.Array, output: ja
     (chosen,) = jnp.nonzero(is_alone, size=num_rows)
     columns_of_x = [columns.astype(jnp.float32) for columns in columns_of_x]
 
-    def step(index, sums):
-        row, column = chosen[index // blocks.number], blocks.start(index % blocks.number)
-        block = stream_columns(*_rows_of(weights, group_of_row[row], column, blocks.width))
-        # XLA on CPU fuses the decoding into a product only in this spelling: a vector before a
-        # transposed matrix, and nothing added to the result. Hence two sums.
-        own = [
-            jnp.matmul(x[row], columns.T, precision=lax.Precision.HIGHEST)
-            for x, columns in zip(columns_of_x, block, strict=True)
-        ]
-        return tuple(
-            lax.dynamic_update_slice(total, part[None], (row, column))
-            for total, part in zip(sums, own, strict=True)
-        )
+    def of_row(index, sums):
+        row = chosen[index]
+        group = group_of_row[row]
+        factors, factors_of_sums = stream_scales(weights.scales[group])
+
+        def of_block(number, sums):
+            column = blocks.start(number)
+            codes = lax.dynamic_slice(weights.codes, (group, column, 0), (1, blocks.width, half))
+            own = lax.dynamic_slice_in_dim(factors, column, blocks.width)
+            # XLA on CPU fuses the decoding into a product only in this spelling: a vector before
+            # a transposed matrix, and nothing added to the result. Hence two sums.
+            parts = [
+                jnp.matmul(x[row], columns.T, precision=lax.Precision.HIGHEST)
+                for x, columns in zip(columns_of_x, stream_columns(codes[0], own), strict=True)
+            ]
+            return tuple(
+                lax.dynamic_update_slice(total, part[None], (row, column))
+                for total, part in zip(sums, parts, strict=True)
+            )
+
+        even, odd, factor = lax.fori_loop(0, blocks.number, of_block, sums[:2]) + sums[2:]
+        factor = lax.dynamic_update_slice(factor, factors_of_sums[None], (row, 0))
+        return even, odd, factor
 
     zeros = jnp.zeros_like(columns_of_x[0], shape=output.shape)
-    even, odd = lax.fori_loop(0, is_alone.sum() * blocks.number, step, (zeros, zeros))
-    return jnp.where(is_alone[:, None], (even + odd).astype(output.dtype), output)
+    even, odd, factor = lax.fori_loop(0, is_alone.sum(), of_row, (zeros, zeros, zeros))
+    result = ((even + odd) * factor).astype(output.dtype)
+    return jnp.where(is_alone[:, None], result, output)
 
 
 def _rows_of(weights: MXFP4, group, start, width: int) -> tuple[jax.Array, jax.Array]:

@@ -50,23 +50,40 @@ def decode_columns(codes: jax.Array, scales: jax.Array, dtype) -> tuple[jax.Arra
     )
 
 
-def stream_columns(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`decode_columns` in float32 with the fewest instructions, for a weight that is used once.
+def stream_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Factors of `stream_columns` [..., out, in/32], and of the sums [..., out], float32.
+
+    The first hold 2^14 besides the scale, unless that would overflow somewhere in the row.
+    """
+    is_nan = scales == 255
+    top = jnp.where(is_nan, 0, scales).max(-1)
+    is_large = top > 254 - 14
+    exponents = scales.astype(jnp.uint32) + jnp.where(is_large, 0, jnp.uint32(14))[..., None]
+    bits = jnp.where(is_nan, jnp.uint32(0x7FC00000), exponents << 23)
+    factors = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return factors, jnp.where(is_large, jnp.float32(2**14), jnp.float32(1))
+
+
+def stream_columns(codes: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Even and odd columns in float32 by the fewest instructions, for weights used only once.
 
     The three bits of a magnitude are the low exponent and high mantissa bits of a float16, whose
-    conversion treats subnormals (code 1) as E2M1 does: 2^-14 times the magnitude comes out. Where
-    arithmetic flushes subnormals, scale byte 0 means zero.
+    conversion treats subnormals (code 1) as E2M1 does: 2^-14 times the magnitude comes out.
+    Equals `decode_columns`, but subnormal weights are zero where arithmetic flushes them.
+
+    Args:
+        codes: [..., out, in/2].
+        factors: from `stream_scales`, computed beforehand: here they would be computed anew for
+            every column.
     """
     signed = jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16)
     # The arithmetic shift spreads the sign over bits 12 to 15; of those the mask keeps 15.
     mask = np.uint16(0x8E00).view(np.int16)
-    even, odd = ((signed << 12) >> 3) & mask, (signed << 5) & mask
-    wide = scales.astype(jnp.uint32)
-    is_nan = (wide + 1) >> 8
-    scale = _per_column(jax.lax.bitcast_convert_type(wide << 23 | is_nan << 22, jnp.float32))
+    halves = ((signed << 12) >> 3) & mask, (signed << 5) & mask
+    factors = _per_column(factors)
     return tuple(
-        jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**14 * scale
-        for half in (even, odd)
+        jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * factors
+        for half in halves
     )
 
 

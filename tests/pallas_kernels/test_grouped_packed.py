@@ -1,0 +1,140 @@
+"""Grouped products with MXFP4 weights against the product with the decoded matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import MXFP4, grouped_matmul
+from pallas_kernels.grouped_matmul import packed
+from tests.pallas_kernels.compare import (
+    DATA,
+    assert_matches_definition,
+    assert_same_per_device,
+    normal,
+    values_and_gradients,
+)
+from tests.tolerances import assert_close
+
+
+def packed_weights(num_groups, inputs, outputs, seed=1) -> MXFP4:
+    return MXFP4.quantize(jnp.asarray(normal(seed, num_groups, inputs, outputs), jnp.float32))
+
+
+CASES = {
+    "uneven": (97, 64, 40, (0, 33, 0, 1, 60, 2)),
+    "all in the first": (97, 96, 5, (97, 0)),
+    "no rows used": (9, 64, 40, (0, 0, 0)),
+    "few rows": (8, 64, 70, (0, 1, 2, 0, 0, 3, 1, 0, 0)),
+    "one row": (1, 64, 70, (0, 1, 0)),
+    "one matrix": (40, 32, 33, (40,)),
+    "part of one matrix": (40, 32, 33, (21,)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_product_and_gradient_match_definition(case, dtype):
+    rows, inputs, outputs, group_sizes = CASES[case]
+    sizes = np.array(group_sizes, np.int32)
+    weights = packed_weights(len(sizes), inputs, outputs)
+
+    def op(implementation, x):
+        return grouped_matmul(x, weights, sizes, implementation=implementation)
+
+    (output,), (d_x,) = assert_matches_definition(op, (normal(0, rows, inputs),), dtype)
+    total = sum(group_sizes)
+    assert not np.any(output[total:]) and not np.any(d_x[total:])
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 0, 4), (0, 20, 1, 2), (70, 60, 9, 0)], ids=str)
+def test_blocks_that_overlap_and_every_tile_size_agree(sizes, monkeypatch):
+    monkeypatch.setattr(
+        packed,
+        "TILES",
+        packed.PackedTiles(
+            alone=2,
+            alone_below=8,
+            alone_bytes=16 * 30,
+            smallest=4,
+            largest=32,
+            largest_single=32,
+            few_rows=8,
+            few_weights=64 * 7,
+            weights=64 * 30,
+        ),
+    )
+    rows, sizes = sum(sizes) + 2, jnp.array(sizes)
+    weights = packed_weights(4, 64, 70)
+    x, cotangent = (jnp.asarray(normal(n, rows, k), jnp.float32) for n, k in ((0, 64), (1, 70)))
+    past = jnp.arange(rows)[:, None] >= rows - 2
+    op = lambda weights: lambda x: grouped_matmul(x, weights, sizes)  # noqa: E731
+    nan = lambda a: jnp.where(past, jnp.nan, a)  # noqa: E731
+    (output,), (d_x,) = values_and_gradients(op(weights), (nan(x),), [nan(cotangent)])
+    decoded = weights.dequantize(jnp.float32)
+    (expected,), (expected_d_x,) = values_and_gradients(op(decoded), (x,), [cotangent])
+    assert_close(output, expected)
+    assert_close(d_x, expected_d_x, gradient=True)
+
+
+def test_blocks_cover_a_dimension_with_equal_widths():
+    blocks = packed._Blocks.of(70, 30)
+    assert (blocks.number, blocks.width) == (3, 24)
+    assert [int(blocks.start(i)) for i in range(3)] == [0, 24, 46]
+    blocks = packed._Blocks.of(48, 20, 16)
+    assert (blocks.number, blocks.width) == (3, 16)
+    assert packed._Blocks.of(5, 0).width == 1
+
+
+def test_scale_byte_255_poisons_its_output_column_only():
+    weights = packed_weights(1, 64, 3)
+    weights = MXFP4(weights.codes, weights.scales.at[0, 1, 0].set(255))
+    for rows in (1, 20):
+        output = jax.jit(grouped_matmul)(jnp.ones((rows, 64)), weights, jnp.array([rows]))
+        np.testing.assert_array_equal(np.isnan(output).all(0), [False, True, False])
+        assert np.isnan(output).sum() == rows
+
+
+def test_weights_that_are_multiplied_are_constants():
+    weights, sizes = packed_weights(2, 32, 4), jnp.array([2, 3])
+    x = jnp.ones((5, 32))
+    gradient = jax.jit(
+        jax.grad(lambda x, w: grouped_matmul(x, w, sizes).sum(), argnums=(0, 1), allow_int=True)
+    )(x, weights)
+    assert gradient[0].shape == x.shape
+    assert all(leaf.dtype == jax.dtypes.float0 for leaf in jax.tree.leaves(gradient[1]))
+
+
+def test_packed_product_needs_no_decoded_copy_of_the_matrices():
+    weights = jax.ShapeDtypeStruct((8, 1024, 512), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((8, 1024, 32), jnp.uint8)
+    x = jax.ShapeDtypeStruct((1, 1024), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled = jax.jit(grouped_matmul).lower(x, MXFP4(weights, scales), sizes).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 1 << 18  # one decoded matrix takes 2 MiB
+    assert memory.argument_size_in_bytes < 0.27 * (8 * 1024 * 1024 * 2)
+
+
+def test_packed_product_per_device_equals_one_device():
+    weights = packed_weights(3, 32, 5)
+
+    def op(x, sizes):
+        return [grouped_matmul(x, weights, sizes.reshape(-1, 3)[0])]
+
+    def whole(x, sizes):
+        halves = zip(jnp.split(x, 2), jnp.split(sizes, 2), strict=True)
+        return [jnp.concatenate([op(half, own)[0] for half, own in halves])]
+
+    sizes = np.array([4, 0, 16, 7, 8, 2])
+    assert_same_per_device(op, (normal(0, 40, 32), sizes), [DATA, DATA], [DATA], one_device=whole)
+
+
+def test_packed_product_refuses_bad_input():
+    weights, sizes = packed_weights(2, 32, 4), jnp.array([2, 3])
+    with pytest.raises(ValueError, match=r"weights \(2, 32, 4\) .* cannot multiply x \(6, 64\)"):
+        grouped_matmul(jnp.zeros((6, 64)), weights, sizes)
+    with pytest.raises(ValueError, match=r"grouped_matmul: scales \(2, 4\) must be \(2, 4, 1\)"):
+        grouped_matmul(jnp.zeros((6, 32)), MXFP4(weights.codes, weights.scales[..., 0]), sizes)
+    with pytest.raises(ValueError, match=r"group_sizes has shape \(3,\); expected \(2,\)"):
+        grouped_matmul(jnp.zeros((6, 32)), weights, jnp.array([2, 3, 1]))
