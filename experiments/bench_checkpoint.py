@@ -33,6 +33,7 @@ import tyro
 from k3jax.checkpoint.folder import INDEX
 from k3jax.checkpoint.headers import NUMPY_TYPES, encode_header
 from k3jax.checkpoint.names import placements, released_name
+from k3jax.checkpoint.placement import Placement
 from k3jax.checkpoint.stored_config import stored_config
 from k3jax.config import K3Config, KDAConfig, MLAConfig, MoEConfig
 
@@ -102,7 +103,6 @@ def write_synthetic(folder: Path, cfg: K3Config, shard_bytes: int) -> None:
     """Random bytes under the released names, written without the code that is measured."""
     folder.mkdir()
     random = np.random.default_rng(0)
-    noise = random.integers(0, 256, 1 << 22, dtype=np.uint8)
     shards, size = [[]], 0
     for placement in placements(cfg, packed=True):
         if size + placement.num_bytes > shard_bytes and shards[-1]:
@@ -118,7 +118,7 @@ def write_synthetic(folder: Path, cfg: K3Config, shard_bytes: int) -> None:
             rows = [(released_name(cfg, p.released), p.dtype, p.shape) for p in shard]
             file.write(encode_header(rows))
             for placement in shard:
-                file.write(_content(placement, noise))
+                file.write(_content(placement, random))
                 total += placement.num_bytes
         weight_map |= {full: name for full, _, _ in rows}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -127,18 +127,17 @@ def write_synthetic(folder: Path, cfg: K3Config, shard_bytes: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _content(placement, noise: np.ndarray) -> bytes:
+def _content(placement: Placement, random: np.random.Generator) -> bytes:
     if placement.layout == "decay":
         values = np.zeros(placement.shape, np.float32)
         values[: placement.num_heads] = 0.5
         return values.tobytes()
-    raw = np.resize(noise[placement.num_bytes % 61 :], placement.num_bytes)
+    if placement.released.endswith("_scale"):
+        return random.integers(112, 128, placement.num_bytes, dtype=np.uint8).tobytes()
     if placement.dtype == "U8":
-        is_scale = placement.released.endswith("_scale")
-        return (raw % 16 + 112 if is_scale else raw).astype(np.uint8).tobytes()
-    small = (raw.astype(np.float32)[: np.prod(placement.shape)] - 127.5) / 2048
-    small = np.resize(small, placement.shape)
-    return small.astype(NUMPY_TYPES[placement.dtype]).tobytes()
+        return random.bytes(placement.num_bytes)
+    numbers = random.random(placement.shape, dtype=np.float32) - 0.5
+    return numbers.astype(NUMPY_TYPES[placement.dtype]).tobytes()
 
 
 class PeakMemory:

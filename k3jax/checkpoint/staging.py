@@ -158,7 +158,8 @@ def check_target(target: Path, overwrite: bool) -> None:
     """Refuse a target that must not be written.
 
     Raises:
-        UserError: a file, a folder that is not empty, or one to replace that holds no model.
+        UserError: a file, a folder that is not empty, or one to replace that holds no model or is
+            in use.
     """
     if not target.exists():
         return
@@ -175,6 +176,19 @@ def check_target(target: Path, overwrite: bool) -> None:
             f"{target} holds no config.json: it is neither a checkpoint nor a run, and is not "
             "overwritten"
         )
+    _refuse_running(target)
+
+
+def _refuse_running(run: Path) -> None:
+    """A run that trains holds its lock."""
+    lock = run / LOCK
+    if not lock.is_file():
+        return
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{run} is in use by another process and is not overwritten") from error
 
 
 def _sync(folder: Path) -> None:

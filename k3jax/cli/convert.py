@@ -52,8 +52,12 @@ class Convert:
             raise UserError(f"{self.source} is a run already; --to hf writes the released layout")
         if self.shard_gigabytes <= 0:
             raise UserError(f"--shard-gigabytes={self.shard_gigabytes} must be above 0")
-        with ByteProgress(f"converting {self.source}") as progress:
-            self._convert(target.kind, progress)
+        try:
+            with ByteProgress(f"converting {self.source}") as progress:
+                self._convert(target.kind, progress)
+        except KeyboardInterrupt:
+            print("the same command continues this conversion", file=sys.stderr)
+            raise
         print(f"{self.target} is complete; check it with: k3jax verify {self.target}")
 
     def _convert(self, kind: str, progress: ByteProgress) -> None:

@@ -17,7 +17,7 @@ from k3jax.checkpoint.tensors import FileTensor
 from k3jax.nn.parameters import named_variables
 from k3jax.train.converted import STEP, WEIGHTS, write_part
 
-PART_BYTES = 1 << 28  # variables saved together; a larger one is a part of its own
+PART_BYTES = 1 << 28  # saved together; as much as the largest variable, where that is more
 
 
 def write_weights(
@@ -25,8 +25,8 @@ def write_weights(
 ) -> None:
     """Save every variable into `checkpoints/0/weights/`, part by part; complete parts stay.
 
-    While one part is saved the next is read, as long as both fit into the memory of the largest
-    variable and two files of the source.
+    While one part is saved the next is read, if both fit into the memory of the largest variable
+    and two files of the source.
 
     Args:
         source: the tensors.
@@ -40,7 +40,8 @@ def write_weights(
     tensors = parts_by_variable(source)
     types = {name: variable_type(v, tensors[name], dtype) for name, v in variables.items()}
     sizes = {name: v.size * types[name].itemsize for name, v in variables.items()}
-    budget = _Budget(max(sizes.values()) + 2 * _largest_file(source))
+    limit = max(PART_BYTES, *sizes.values())
+    budget = _Budget(min(2 * limit, max(sizes.values()) + 2 * _largest_file(source)))
 
     def save(part: Path, unit: str, arrays: dict[str, jax.Array], size: int) -> None:
         try:
@@ -58,7 +59,7 @@ def write_weights(
         concurrent.futures.ThreadPoolExecutor(num_workers(), "reading") as reading,
         jax.default_device(jax.devices("cpu")[0]),
     ):
-        for number, names in enumerate(_cut_into_parts(sizes)):
+        for number, names in enumerate(_cut_into_parts(sizes, limit)):
             part = folder / f"{number:05d}"
             unit = part.relative_to(staging.folder).as_posix()
             if unit in staging.units:
@@ -119,10 +120,10 @@ def _record_part(staging: Staging, unit: str, part: Path) -> None:
     staging.record(unit, digests)
 
 
-def _cut_into_parts(sizes: dict[str, int]) -> Iterator[list[str]]:
+def _cut_into_parts(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
     names, total = [], 0
     for name, size in sizes.items():
-        if names and total + size > PART_BYTES:
+        if names and total + size > limit:
             yield names
             names, total = [], 0
         names.append(name)

@@ -1,6 +1,7 @@
 """Saving: whole or not at all, in files that other programs read."""
 
 import dataclasses
+import fcntl
 import json
 import subprocess
 
@@ -99,6 +100,10 @@ def test_a_taken_folder_is_refused_and_replaced_when_asked(model, tmp_path):
     (other / "letter.txt").write_text("mine")
     with pytest.raises(UserError, match="neither a checkpoint nor a run"):
         k3jax.save_hf(model, other, overwrite=True)
+    with (target / ".lock").open("w") as lock:  # as a run that trains holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="saved is in use by another process"):
+            k3jax.save_hf(model, target, overwrite=True)
     with pytest.raises(UserError, match=r"letter\.txt is a file"):
         k3jax.save_hf(model, other / "letter.txt")
 
