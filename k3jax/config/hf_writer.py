@@ -11,7 +11,7 @@ from typing import Any
 
 from k3jax.config.architecture import K3Config
 from k3jax.config.keys import LAYOUT, OMITTED, VISION_PATH, Key, Section, is_required
-from k3jax.config.parts import LATENT_NORM_EPS, TOWER_NORM_EPS
+from k3jax.config.parts import LATENT_NORM_EPS
 
 # Where `source_json` remembers shapes that differ between files of one architecture, so that a
 # checkpoint is written back as it was. Never part of a config.json.
@@ -25,12 +25,13 @@ def to_hf(cfg: K3Config) -> dict[str, Any]:
     are kept when they were read, and added by whoever writes tensors.
 
     Raises:
-        ValueError: `mla.latent_norm_eps` or `vision.norm_eps` is not the one value that every
-            reader takes, since the file cannot say.
+        ValueError: `mla.latent_norm_eps` is not 1e-6, which the file cannot say.
     """
-    _refuse_other("mla.latent_norm_eps", cfg.mla.latent_norm_eps, LATENT_NORM_EPS)
-    if cfg.vision is not None:
-        _refuse_other("vision.norm_eps", cfg.vision.norm_eps, TOWER_NORM_EPS)
+    if cfg.mla.latent_norm_eps != LATENT_NORM_EPS:
+        raise ValueError(
+            f"mla.latent_norm_eps={cfg.mla.latent_norm_eps} cannot be written: config.json has no "
+            f"key for it and every reader takes {LATENT_NORM_EPS}"
+        )
     document = json.loads(cfg.source_json) if cfg.source_json else None
     if document is not None:
         document.pop(STORED_SHAPES, None)
@@ -56,14 +57,6 @@ def to_hf(cfg: K3Config) -> dict[str, Any]:
             elif _must_add(cfg, key, stated, is_fresh):
                 mapping[key.name] = _value(cfg, key)
     return document
-
-
-def _refuse_other(name: str, value: float, fixed: float) -> None:
-    if value != fixed:
-        raise ValueError(
-            f"{name}={value} cannot be written: config.json has no key for it and every reader "
-            f"takes {fixed}"
-        )
 
 
 def _new_document(cfg: K3Config) -> dict[str, Any]:

@@ -4,11 +4,12 @@ Frozen dataclasses of plain numbers, validated when they are built.
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 # Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps a file states (SEMANTICS 3.1).
 LATENT_NORM_EPS = 1e-6
-# Of the vision tower's norms: float32 machine epsilon, for bfloat16 as well (SEMANTICS 6).
+# Of the tower's norms, which no file states: float32 machine epsilon, for bfloat16 as well
+# (SEMANTICS 6).
 TOWER_NORM_EPS = 1.1920929e-07
 
 
@@ -165,7 +166,7 @@ class VisionConfig:
     max_frames: int
     projector_dim: int  # width per patch entering the projector
     projector_norm_eps: float
-    norm_eps: float = TOWER_NORM_EPS
+    norm_eps: ClassVar[float] = TOWER_NORM_EPS
 
     def __post_init__(self):
         object.__setattr__(self, "merge_size", tuple(self.merge_size))
@@ -189,6 +190,8 @@ class VisionConfig:
                 f"vision.qkv_dim={self.qkv_dim} must be num_heads={self.num_heads} heads whose "
                 f"width is a multiple of 4 (rotary pairs for rows and columns)"
             )
+        if self.dim % 2:
+            raise ValueError(f"vision.dim={self.dim} must be even (sine and cosine of a frame)")
         if self.projector_dim != self.dim:
             raise ValueError(
                 f"vision.projector_dim={self.projector_dim} must equal the tower's dim={self.dim}"

@@ -214,5 +214,6 @@ def test_released_size_equals_the_definition_on_a_picture():
     print(f"released tower, 448 x 448: {time.perf_counter() - start:.1f} s")
     definition = NumpyVision(cfg, tensors)
     expected = definition.tower(media.patches, media.grids[0])
-    assert relative_error(rows, expected) <= 1e-4
-    assert relative_error(features, definition.project(expected)) <= 1e-4
+    errors = relative_error(rows, expected), relative_error(features, definition.project(expected))
+    print(f"relative error of tower and projector: {errors[0]:.1e}, {errors[1]:.1e}")
+    assert max(errors) <= 1e-4
