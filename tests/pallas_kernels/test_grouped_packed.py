@@ -21,21 +21,20 @@ def packed_weights(num_groups, inputs, outputs, seed=1) -> MXFP4:
     return MXFP4.quantize(jnp.asarray(normal(seed, num_groups, inputs, outputs), jnp.float32))
 
 
+# rows, inputs, outputs, group sizes, dtype
 CASES = {
-    "uneven": (97, 64, 40, (0, 33, 0, 1, 60, 2)),
-    "all in the first": (97, 96, 5, (97, 0)),
-    "no rows used": (9, 64, 40, (0, 0, 0)),
-    "few rows": (8, 64, 70, (0, 1, 2, 0, 0, 3, 1, 0, 0)),
-    "one row": (1, 64, 70, (0, 1, 0)),
-    "one matrix": (40, 32, 33, (40,)),
-    "part of one matrix": (40, 32, 33, (21,)),
+    "uneven": (97, 64, 40, (0, 33, 0, 1, 60, 2), "float32"),
+    "all in the first": (97, 96, 5, (97, 0), "bfloat16"),
+    "no rows used": (9, 64, 40, (0, 0, 0), "bfloat16"),
+    "few rows": (8, 64, 70, (0, 1, 2, 0, 0, 3, 1, 0, 0), "bfloat16"),
+    "one row": (1, 64, 70, (0, 1, 0), "float32"),
+    "part of one matrix": (40, 32, 33, (21,), "float32"),
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_packed_product_and_gradient_match_definition(case, dtype):
-    rows, inputs, outputs, group_sizes = CASES[case]
+def test_packed_product_and_gradient_match_definition(case):
+    rows, inputs, outputs, group_sizes, dtype = CASES[case]
     sizes = np.array(group_sizes, np.int32)
     weights = packed_weights(len(sizes), inputs, outputs)
 
@@ -47,8 +46,8 @@ def test_packed_product_and_gradient_match_definition(case, dtype):
     assert not np.any(output[total:]) and not np.any(d_x[total:])
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 0, 4), (0, 20, 1, 2), (70, 60, 9, 0)], ids=str)
-def test_blocks_that_overlap_and_every_tile_size_agree(sizes, monkeypatch):
+@pytest.mark.parametrize("sizes", [(3, 1, 0, 4), (70, 60, 2, 0)], ids=str)
+def test_blocks_that_overlap_and_tiles_of_both_ends_agree(sizes, monkeypatch):
     monkeypatch.setattr(
         packed,
         "TILES",
