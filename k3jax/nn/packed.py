@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 from flax import nnx
 
 from pallas_kernels import MXFP4
@@ -38,7 +37,7 @@ class PackedMatrix(nnx.Module):
         metadata = self.codes.get_metadata()
         *leading, outward, inward = metadata["dims"]
         own = metadata | {"dims": (*leading, inward, outward)}
-        return nnx.Param(jax.jit(MXFP4.dequantize, static_argnums=1)(self[...], dtype), **own)
+        return nnx.Param(self[...].dequantize(dtype), **own)
 
 
 def pack(parameter: nnx.Param, rule: str) -> PackedMatrix:

@@ -23,7 +23,11 @@ GROUP = xla.GROUP
 Rule = Literal["floor", "ceil", "even"]
 RULES = tuple(xla.CARRY)
 
-_DEQUANTIZE = {"reference": reference.dequantize, "xla": xla.dequantize}
+_DEQUANTIZE = {
+    "reference": functools.partial(jax.jit, static_argnames="dtype")(reference.dequantize),
+    "xla": functools.partial(jax.jit, static_argnames="dtype")(xla.dequantize),
+}
+_quantize = functools.partial(jax.jit, static_argnames="rule")(xla.quantize)
 
 
 @jax.tree_util.register_dataclass
@@ -79,9 +83,8 @@ class MXFP4:
         finite number are infinite, and all weights of a group with scale byte 255 are NaN.
         """
         self.check()
-        return _DEQUANTIZE[choose_implementation("mxfp4", implementation)](
-            self.codes, self.scales, dtype
-        )
+        form = _DEQUANTIZE[choose_implementation("mxfp4", implementation)]
+        return form(self.codes, self.scales, dtype=jnp.dtype(dtype))
 
     @classmethod
     def quantize(cls, weights: jax.Array, *, rule: Rule = "even") -> "MXFP4":
@@ -113,6 +116,3 @@ class MXFP4:
                 f"of {GROUP}, the group that shares a scale"
             )
         return cls(*_quantize(weights, rule))
-
-
-_quantize = functools.partial(jax.jit, static_argnames="rule")(xla.quantize)

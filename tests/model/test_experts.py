@@ -71,7 +71,8 @@ def test_model_prefill_and_decoding_equal_those_of_decoded_experts(packed):
     assert_close(last, expected[:, 6], gradient=True)  # another form of attention
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_gradients_pass_packed_experts_by(packed, remat):
     tokens = random_tokens(CFG, 2, 7)
 

@@ -24,11 +24,10 @@ def packed_weights(num_groups, inputs, outputs, seed=1) -> MXFP4:
 # rows, inputs, outputs, group sizes, dtype
 CASES = {
     "uneven": (97, 64, 40, (0, 33, 0, 1, 60, 2), "float32"),
-    "all in the first": (97, 96, 5, (97, 0), "bfloat16"),
-    "no rows used": (9, 64, 40, (0, 0, 0), "bfloat16"),
     "few rows": (8, 64, 70, (0, 1, 2, 0, 0, 3, 1, 0, 0), "bfloat16"),
     "one row": (1, 64, 70, (0, 1, 0), "float32"),
-    "part of one matrix": (40, 32, 33, (21,), "float32"),
+    "part of one matrix": (40, 96, 33, (21,), "bfloat16"),
+    "no rows used": (3, 32, 4, (0,), "float32"),
 }
 
 
@@ -46,8 +45,7 @@ def test_packed_product_and_gradient_match_definition(case):
     assert not np.any(output[total:]) and not np.any(d_x[total:])
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 0, 4), (70, 60, 2, 0)], ids=str)
-def test_blocks_that_overlap_and_tiles_of_both_ends_agree(sizes, monkeypatch):
+def test_blocks_that_overlap_and_tiles_that_reach_over_agree(monkeypatch):
     monkeypatch.setattr(
         packed,
         "TILES",
@@ -63,7 +61,7 @@ def test_blocks_that_overlap_and_tiles_of_both_ends_agree(sizes, monkeypatch):
             weights=64 * 30,
         ),
     )
-    rows, sizes = sum(sizes) + 2, jnp.array(sizes)
+    rows, sizes = 28, jnp.array([21, 1, 0, 4])
     weights = packed_weights(4, 64, 70)
     x, cotangent = (jnp.asarray(normal(n, rows, k), jnp.float32) for n, k in ((0, 64), (1, 70)))
     past = jnp.arange(rows)[:, None] >= rows - 2
