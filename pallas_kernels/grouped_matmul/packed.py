@@ -95,6 +95,8 @@ class _Blocks:
 def packed_matmul(x: jax.Array, weights: MXFP4, group_sizes: jax.Array) -> jax.Array:
     """See `pallas_kernels.grouped_matmul`."""
     x, codes, scales, group_sizes = align_varying(x, weights.codes, weights.scales, group_sizes)
+    if x.shape[0] == 0:
+        return jnp.zeros_like(x, shape=(0, weights.shape[2]))
     return _product(x, MXFP4(codes, scales), group_sizes)
 
 

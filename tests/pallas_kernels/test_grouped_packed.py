@@ -92,6 +92,11 @@ def test_scale_byte_255_poisons_its_output_column_only():
         assert np.isnan(output).sum() == rows
 
 
+def test_packed_product_of_no_rows_is_empty():
+    output = grouped_matmul(jnp.zeros((0, 32)), packed_weights(2, 32, 4), jnp.zeros(2, jnp.int32))
+    assert output.shape == (0, 4)
+
+
 def test_weights_that_are_multiplied_are_constants():
     weights, sizes = packed_weights(2, 32, 4), jnp.array([2, 3])
     x = jnp.ones((5, 32))
