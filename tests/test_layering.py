@@ -150,7 +150,8 @@ def test_configuration_and_plan_load_no_jax():
 
 def test_chat_loads_neither_jax_nor_the_model():
     loaded = loaded_by(
-        "from k3jax import chat; v = chat.ByteVocabulary(); m = [{'role': 'user', 'content': 'a'}]; "
+        "from k3jax import chat; v = chat.ByteVocabulary(); "
+        "m = [{'role': 'user', 'content': 'a'}]; "
         "chat.parse(chat.encode(m).ids(v), v)"
     )
     assert "k3jax.chat" in loaded

@@ -23,6 +23,10 @@ DIGESTS = "digests.json"
 STATE, POSITION = "state", "position"  # the two items of a checkpoint
 
 
+class CheckpointWriteError(Exception):
+    """A checkpoint could not be written: the disk is full, for example."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Restored:
     """A verified checkpoint."""
@@ -56,6 +60,7 @@ class RunCheckpoints:
         self._hashing = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-digests")
         self._undigested: int | None = None
         self._digesting: concurrent.futures.Future | None = None
+        self._digested_step = 0
 
     def save(self, step: int, tree: dict, position: dict) -> None:
         """Start writing; returns once the arrays are copied. Waits for the save before this one.
@@ -80,40 +85,81 @@ class RunCheckpoints:
     def poll(self) -> None:
         """Finish a save that is committed, without waiting for one that is not. Call each step."""
         if self._undigested is not None and not self._manager.is_saving_in_progress():
-            self._manager.wait_until_finished()  # raises what the writer raised
-            folder = self.folder / str(self._undigested)
-            self._digesting = self._hashing.submit(write_digests, folder)
-            self._undigested = None
+            self._finish_writing()
         if self._digesting is not None and self._digesting.done():
-            self._digesting.result()
-            self._digesting = None
+            self._finish_digests()
 
     def wait(self) -> None:
-        """Block until the last save is committed and digested."""
-        self._manager.wait_until_finished()
-        self.poll()
+        """Block until the last save is committed and digested.
+
+        Raises:
+            CheckpointWriteError: it could not be written.
+        """
+        if self._undigested is not None:
+            self._finish_writing()
         if self._digesting is not None:
-            self._digesting.result()
-            self._digesting = None
+            self._finish_digests()
+
+    def _finish_writing(self) -> None:
+        step, self._undigested = self._undigested, None
+        folder = self.folder / str(step)
+        try:
+            self._manager.wait_until_finished()  # raises what the writer raised
+            if not folder.is_dir():
+                raise OSError("the writer left nothing behind")
+        except Exception as error:  # whatever the storage library raises, with its cause
+            raise CheckpointWriteError(self._why(step, error)) from error
+        self._digesting = self._hashing.submit(write_digests, folder)
+        self._digested_step = step
+
+    def _finish_digests(self) -> None:
+        digesting, self._digesting = self._digesting, None
+        try:
+            digesting.result()
+        except OSError as error:
+            raise CheckpointWriteError(self._why(self._digested_step, error)) from error
+
+    def _why(self, step: int, error: Exception) -> str:
+        free = shutil.disk_usage(self.folder).free
+        return (
+            f"checkpoint {step} could not be written to {self.folder} ({free / 1e6:,.0f} MB are "
+            f"free there): {error}"
+        )
 
     def close(self) -> None:
         """Wait, then stop the writers."""
-        self.wait()
-        self._hashing.shutdown()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._hashing.shutdown()
+            self._manager.close()
 
     def steps(self) -> list[int]:
         """Committed steps on disk, ascending."""
         return stored_steps(self.folder)
 
     def restore_latest(self, abstract: dict, report: Callable[[str], None]) -> Restored | None:
-        """`read_latest`, with damaged checkpoints moved to `checkpoints_rejected/`."""
+        """`read_latest`, with damaged checkpoints moved to `checkpoints_rejected/`.
 
-        def set_aside(text: str, step: int) -> None:
+        Raises:
+            ValueError: as `read_latest`, or checkpoints exist and none is whole; nothing is moved.
+        """
+        damaged: list[tuple[str, int]] = []
+        found = read_latest(
+            self.folder, abstract, report, lambda text, step: damaged.append((text, step))
+        )
+        if found is None and any(
+            (self.folder / str(step) / DIGESTS).exists() for _, step in damaged
+        ):
+            raise ValueError(
+                f"no checkpoint in {self.folder} can be used:\n  "
+                + "\n  ".join(text for text, _ in damaged)
+                + "\nRepair or delete them; a run without checkpoints starts again from step 0"
+            )
+        for text, step in damaged:
             self.reject(step)
             report(f"{text}; moved to {self.rejected_folder / str(step)}")
-
-        return read_latest(self.folder, abstract, report, set_aside)
+        return found
 
     def reject(self, step: int) -> None:
         """Move a checkpoint aside, so that its step can be written again."""
@@ -165,7 +211,8 @@ def read_latest(
 
 def stored_steps(folder: Path) -> list[int]:
     """Step numbers of the checkpoint folders in `folder`, ascending."""
-    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit())
+    paths = Path(folder).glob("*")
+    return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
 
 
 def write_digests(folder: Path) -> None:
@@ -184,11 +231,14 @@ def find_damage(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, or None when every file is as it was written."""
     try:
         table = json.loads((folder / DIGESTS).read_text())
+        entries = [(name, size, digest) for name, (size, digest) in table.items()]
     except FileNotFoundError:
         return f"no {DIGESTS}: the run was killed before it was complete"
-    except ValueError:
+    except (OSError, ValueError, TypeError, AttributeError):
         return f"{DIGESTS} is not readable"
-    for name, (size, digest) in table.items():
+    if not entries:
+        return f"{DIGESTS} names no file"
+    for name, size, digest in entries:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

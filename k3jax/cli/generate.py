@@ -1,6 +1,7 @@
 """`k3jax generate`: let a trained model continue a prompt."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ class Generate:
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory, or checkpoint folder."""
     prompt: str
-    """Text to continue."""
+    """Text to continue; write --prompt=-x for one that begins with a dash."""
     max_new_tokens: int = 200
     """Bytes to add."""
     temperature: float = 0.7
@@ -39,15 +40,16 @@ class Generate:
         model = self._load()
         from k3jax.train.samples import continue_prompts
 
+        prompt = os.fsencode(self.prompt)  # the bytes that were typed, UTF-8 or not
         (text,) = continue_prompts(
             model,
-            [self.prompt],
+            [prompt],
             num_bytes=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
         )
-        print(self.prompt + text)
+        print(prompt.decode(errors="replace") + text)
 
     def _load(self):
         if not self.target.is_dir():

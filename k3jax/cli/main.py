@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if not os.environ.get(DEBUG_VARIABLE):  # libraries report their inner workings there
+        logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         if name in ("-h", "--help", "help"):
             return _show_overview()

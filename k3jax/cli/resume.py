@@ -1,6 +1,7 @@
 """`k3jax resume`: continue a run exactly where its last good checkpoint stands."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import tyro
 
@@ -15,10 +16,15 @@ def main(arguments: Sequence[str]) -> int:
     """`k3jax resume RUN [options]`; the configuration comes from the run, overrides are checked."""
     arguments = list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{USAGE}\n\nThe configuration comes from RUN/config.json; these may change:")
-        print("  " + ", ".join(name.rstrip(".") for name in RESUMABLE))
+        print(f"{USAGE}\n\nThe configuration comes from RUN/config.json; these options change it:")
+        for name in RESUMABLE:
+            option = "--" + name.replace("_", "-")
+            print(f"  {option}{'... (all of them)' if option.endswith('.') else ''}")
+        print("\n`k3jax resume RUN --help` shows their meaning and present values.")
         raise SystemExit(0 if arguments else 2)
-    path, *options = arguments
+    runs = [at for at, word in enumerate(arguments) if Path(word, "config.json").is_file()]
+    at = runs[0] if runs and arguments[0].startswith("-") else 0
+    path, options = arguments[at], arguments[:at] + arguments[at + 1 :]
     if path.startswith("-"):
         raise UserError(f"the run directory comes first. {USAGE}")
 
@@ -26,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
         return tyro.cli(
             TrainConfig,
             prog=f"k3jax resume {path}",
+            description="Continue a run. Of these options only "
+            + ", ".join("--" + name.replace("_", "-").rstrip(".") for name in RESUMABLE)
+            + " may change; the others show what the run was started with.",
             args=options,
             default=old,
             config=(tyro.conf.FlagCreatePairsOff,),

@@ -46,7 +46,9 @@ def resolve_target(name: str) -> Target:
         )
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"{path}: this folder has no config.json; is it a checkpoint or a run?")
+        inside = [p for p in file.absolute().parents if (p / "config.json").is_file()]
+        hint = f"; it lies in {inside[0]}, name that" if inside else ""
+        raise UserError(f"{path}: this folder has no config.json{hint}")
     document = read_json(file)
     if isinstance(document, dict) and isinstance(document.get("model"), dict):
         cfg = parse_config(document["model"], origin=f"{file} (key 'model')")

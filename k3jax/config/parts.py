@@ -43,6 +43,8 @@ class KDAConfig:
         require_positive(
             "kda", num_heads=self.num_heads, head_dim=self.head_dim, conv_size=self.conv_size
         )
+        if self.conv_size < 2:
+            raise ValueError(f"kda.conv_size={self.conv_size} must be at least 2 taps")
         if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
             raise ValueError(f"kda.gate_lower_bound={self.gate_lower_bound} must be below 0")
 

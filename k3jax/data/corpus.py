@@ -69,6 +69,7 @@ class Corpus:
     held_out: Documents
     digest: str  # SHA-256 of names, contents and split
     notes: tuple[str, ...] = ()  # what the reader of the numbers should know
+    is_library: bool = False  # Python's standard library, not the user's own text
 
     def summary(self) -> dict:
         """What `config.json` records about the corpus."""
@@ -120,6 +121,7 @@ def load_corpus(path: str | None = None, *, held_out_fraction: float = 0.06) -> 
         held_out=Documents.from_pairs(held_out),
         digest=digest.hexdigest(),
         notes=tuple(notes),
+        is_library=path is None,
     )
 
 
@@ -155,6 +157,8 @@ def _read_folder(root: Path, notes: list[str]) -> list[tuple[str, bytes]]:
             files += [Path(folder, name) for name in names if not name.startswith(".")]
     pairs, not_text, unreadable = [], 0, 0
     for file in files:
+        if not file.is_file():  # a pipe or device would block
+            continue
         try:
             raw = file.read_bytes()
             raw.decode()
@@ -164,15 +168,18 @@ def _read_folder(root: Path, notes: list[str]) -> list[tuple[str, bytes]]:
         except OSError:
             unreadable += 1
             continue
-        if raw and b"\0" not in raw:
+        if b"\0" in raw:
+            not_text += 1
+        elif raw:
             name = file.name if root.is_file() else file.relative_to(root).as_posix()
-            pairs.append((name, raw))
+            # A name may hold bytes that are no UTF-8.
+            pairs.append((os.fsencode(name).decode(errors="backslashreplace"), raw))
     if unreadable and not pairs:
         raise UserError(f"data.path={root}: none of its {unreadable} files can be read")
     if unreadable:
-        notes.append(f"{unreadable} files could not be read and were skipped")
+        notes.append(f"files that could not be read and were skipped: {unreadable}")
     if not_text:
-        notes.append(f"{not_text} files are not UTF-8 text and were skipped")
+        notes.append(f"files that are not UTF-8 text and were skipped: {not_text}")
     return sorted(pairs)
 
 
@@ -193,6 +200,8 @@ def _split(pairs: list[tuple[str, bytes]], fraction: float, notes: list[str]):
         )
     largest, raw = max(pairs, key=lambda pair: len(pair[1]))
     cut = len(raw) - max(1, int(target))
-    notes.append(f"too few files to hold one out: the last {len(raw) - cut} bytes of {largest} are")
+    notes.append(
+        f"too few files to hold one out: the last {len(raw) - cut} bytes of {largest} are held out"
+    )
     train = [(name, text[:cut] if name == largest else text) for name, text in pairs]
     return [pair for pair in train if pair[1]], [(f"{largest}[{cut}:]", raw[cut:])]

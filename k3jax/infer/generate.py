@@ -50,7 +50,8 @@ def generate(
         id (0 when it has none).
 
     Raises:
-        UserError: an argument out of range, named.
+        UserError: an argument out of range, named, or logits that are not finite: weights that
+            hold NaN, or (under jit, where it gives token 0) ids out of range.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
@@ -69,6 +70,8 @@ def generate(
     logits, caches = prefill(
         model, tokens, segment_ids, media, max_length=max_length, last_only=True
     )
+    if not isinstance(logits, jax.core.Tracer) and not bool(jnp.isfinite(logits).all()):
+        raise UserError("the model's logits are not finite: its weights hold NaN or infinity")
     return _continue(
         model,
         logits,
@@ -106,7 +109,7 @@ def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
 
 def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
     pad = model.cfg.pad_id or 0
-    column = jnp.arange(max_new_tokens)
+    column = jnp.arange(max_new_tokens, dtype=jnp.int32)
     # Derived from the logits, so that rows lie on the devices of the prompts.
     done = jnp.zeros_like(logits[:, 0], jnp.bool_)
     out = jnp.where(done[:, None], 0, jnp.full_like(column, pad))
@@ -124,7 +127,7 @@ def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, ma
         logits, caches = decode_arrays(model, token, caches)
         return step + 1, logits, caches, out, done
 
-    state = (0, logits, caches, out, done)
+    state = (jnp.int32(0), logits, caches, out, done)
     return jax.lax.while_loop(unfinished, advance, state)[3]
 
 

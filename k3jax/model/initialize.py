@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3jax.config import K3Config
+from k3jax.errors import UserError
 from k3jax.model.k3 import K3
 from k3jax.nn.parameters import RouterBias, cast_parameters
 
@@ -27,7 +28,10 @@ def init(cfg: K3Config, key: jax.Array, *, dtype=jnp.float32) -> K3:
         model = k3jax.init(K3Config.tiny(), jax.random.key(0))
         logits = jax.jit(lambda m, t: m(t))(model, tokens)
     """
-    return _init(key, cfg=cfg, dtype=jnp.dtype(dtype))
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"dtype={dtype.name} must be a floating-point type")
+    return _init(key, cfg=cfg, dtype=dtype)
 
 
 def abstract_model(cfg: K3Config) -> K3:

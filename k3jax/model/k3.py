@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import meshes
 from k3jax import ops
 from k3jax.config import K3Config
+from k3jax.errors import UserError
 from k3jax.media import Media
 from k3jax.model import debug
 from k3jax.model.caches import Caches
@@ -60,7 +61,7 @@ class K3(nnx.Module):
         """Logits [B, T, W] float32 of tokens [B, T] int32.
 
         Args:
-            tokens: ids in 0..W-1; an id outside gives NaN logits in its row from there on.
+            tokens: ids in 0..W-1; an id outside gives NaN logits in its row.
             segment_ids: [B, T] int32; equal ids next to each other are one document, 0 is padding,
                 as if absent (outputs there are unspecified). None: each row is one document.
             media: images and videos, in the order of their placeholders (row-major over the
@@ -75,6 +76,7 @@ class K3(nnx.Module):
 
         Compiled on first use for each shape, also outside of `jax.jit`.
         """
+        check_shapes(tokens, segment_ids)
         tokens, segment_ids = enter_media(self.cfg, tokens, segment_ids, media)
         return _logits(self, tokens, segment_ids, media)
 
@@ -126,6 +128,7 @@ class K3(nnx.Module):
         scan: bool = True,
     ) -> Pass:
         """Everything up to the final hidden state; tokens are grown where there is media."""
+        check_shapes(tokens, segment_ids)
         tokens = jnp.asarray(tokens)
         inside = (tokens >= 0) & (tokens < self.cfg.vocab_size)
         debug.check(
@@ -199,6 +202,33 @@ class K3(nnx.Module):
                 rows[name] = own if segment.repeats > 1 else own[0]
             next_row += grid.size
         return rows
+
+
+def check_shapes(tokens, segment_ids) -> None:
+    """Refuse what is not a batch of rows of integers, before anything is compiled.
+
+    Raises:
+        UserError: naming the argument, its type and shape.
+    """
+    for name, array in (("tokens", tokens), ("segment_ids", segment_ids)):
+        if array is None:
+            continue
+        array = array if hasattr(array, "dtype") else np.asarray(array)
+        is_integer = np.issubdtype(array.dtype, np.integer) or (
+            name == "segment_ids" and array.dtype == np.bool_
+        )
+        if array.ndim != 2 or 0 in array.shape or not is_integer:
+            raise UserError(
+                f"{name} must be integers [B, T], at least one, got {array.dtype} {array.shape}"
+            )
+        if array.shape != np.shape(tokens):
+            raise UserError(
+                f"{name} {array.shape} must have the shape of tokens {np.shape(tokens)}"
+            )
+        if isinstance(array, np.ndarray) and array.dtype.itemsize > 4:
+            large = array[(array >= 1 << 31) | (array < -(1 << 31))]
+            if large.size:  # the cast to int32 would wrap it to another value
+                raise UserError(f"{name} holds {large[0]}, which is no 32-bit integer")
 
 
 _logits = debug.compiled(lambda model, *inputs: model.forward(*inputs)[0])

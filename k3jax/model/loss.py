@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.media import Media
-from k3jax.model.k3 import K3
+from k3jax.model.k3 import K3, check_shapes
 from k3jax.model.media import enter_media
 from k3jax.model.stack import Remat
 
@@ -51,6 +51,7 @@ def next_token_loss(
         "token_losses" [B, T-1] float32 (0 where there is no target; T after growth), "statistics"
         (`RouterStatistics` for `balance_routers`, or None).
     """
+    check_shapes(tokens, segment_ids)
     tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
     logits, _, statistics = model.forward(tokens, segment_ids, media, statistics=True, remat=remat)
     ignored = None if media is None else model.cfg.media_placeholder_id

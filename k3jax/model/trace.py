@@ -37,8 +37,9 @@ def trace(
         in models without attention residuals);
         "expert_ids" [M, B, T, R] int32 and "expert_weights" [M, B, T, R] float32 of the MoE
         layers, ascending by id (absent without experts);
-        "attention_residual_weights" [X, B, T, N] float32: the mixtures in execution order, sources
-        oldest block first and the running sum last, zero-padded to the N of the final mixture
+        "attention_residual_weights" [X, B, T, N] float32: the mixtures in execution
+        order (layer 0 has no attention mixture, the first is its feed-forward one), sources oldest
+        block first and the running sum last, zero-padded to the N of the final mixture
         (absent in models without attention residuals).
 
         With media also, items back to back, P patches and F features of d and D channels:

@@ -65,7 +65,8 @@ def write_columns(cache: jax.Array, new: jax.Array, context: CallContext) -> jax
     """Write new [B, T, ...] into cache [B, S, ...] at column `context.length`, if it fits."""
     if new.shape[1] > cache.shape[1]:
         return cache  # cannot fit at any length; context.fits is False
-    starts = (0, context.length, *(0,) * (cache.ndim - 2))
+    zero = jnp.zeros_like(context.length)  # of one type with it, also where x64 is on
+    starts = (zero, context.length, *(zero,) * (cache.ndim - 2))
     # dynamic slices clamp at the end: what does not fit must rewrite the old values there.
     old = jax.lax.dynamic_slice(cache, starts, (*new.shape[:2], *cache.shape[2:]))
     return jax.lax.dynamic_update_slice(cache, context.keep_old(new, old), starts)

@@ -1,14 +1,18 @@
 """Everything a training run is told, as frozen dataclasses that are also the command line."""
 
 import dataclasses
+import math
 import types
 import typing
+from pathlib import Path
 
+from k3jax.config.hf import read_json
 from k3jax.errors import UserError
 
 # What `k3jax resume` may change: nothing that alters what has been computed so far.
 DEFAULT_PICTURES = 0.25
-RESUMABLE = ("steps", "max_skipped", "profile", "checkpoint.", "evaluation.")
+PROFILE_WARM_UP = 2  # steps before the recorded ones
+RESUMABLE = ("steps", "max_skipped", "profile", "checkpoint.", "evaluation.", "data.path")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,7 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.05
     """Learning rate at the last step, as a fraction of the peak."""
     warmup_steps: int = 60
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; at most half of the run."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -30,12 +34,19 @@ class OptimizerConfig:
     """Largest global norm of the gradient."""
 
     def __post_init__(self):
-        if self.peak_lr <= 0:
-            raise UserError(f"optimizer.peak_lr={self.peak_lr} must be above 0")
+        for name in ("peak_lr", "clip_norm", "eps"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise UserError(f"optimizer.{name}={value} must be finite and above 0")
         if not 0 <= self.final_lr_fraction <= 1:
             raise UserError(f"optimizer.final_lr_fraction={self.final_lr_fraction} not in [0, 1]")
-        if self.clip_norm <= 0:
-            raise UserError(f"optimizer.clip_norm={self.clip_norm} must be above 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
+        for name in ("warmup_steps", "weight_decay"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise UserError(f"optimizer.{name}={value} must be finite and not negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +115,12 @@ class EvaluationConfig:
     final_num_bytes: int = 131072
     """Size of the sample of the final number, baselines included; 0 takes all held-out text."""
     sample_bytes: int = 200
-    """Bytes to generate per prompt at the end."""
+    """Bytes to generate per prompt at the end; 0 writes no samples."""
+
+    def __post_init__(self):
+        for name in ("every", "num_bytes", "final_num_bytes", "sample_bytes"):
+            if getattr(self, name) < 0:
+                raise UserError(f"evaluation.{name}={getattr(self, name)} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +150,8 @@ class TrainConfig:
     max_skipped: int = 10
     """Stop after this many steps in a row with a non-finite loss or gradient."""
     profile: int = 0
-    """Record a profile of this many steps, after two steps of warm-up."""
+    """Record a profile of this many steps, after two steps of warm-up; evaluations and
+    checkpoints that fall among them follow after."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -150,8 +167,17 @@ class TrainConfig:
             raise UserError(
                 f"batch={self.batch} must be divisible by micro_batches={self.micro_batches}"
             )
+        if not 0 <= self.seed < 1 << 32:
+            raise UserError(f"seed={self.seed} must be in 0..{(1 << 32) - 1}")
         if self.profile < 0:
             raise UserError(f"profile={self.profile} must be 0 (off) or a number of steps")
+        if self.profile and self.profile + PROFILE_WARM_UP > self.steps:
+            raise UserError(
+                f"profile={self.profile} needs {self.profile + PROFILE_WARM_UP} steps with those "
+                f"of warm-up; raise steps={self.steps}"
+            )
+        if Path(self.runs).is_file():
+            raise UserError(f"runs={self.runs} is a file; name a folder")
         if self.name is not None and (not self.name or "/" in self.name or self.name[0] == "."):
             raise UserError(f"name={self.name!r} must be a folder name; --runs takes a path")
 
@@ -196,6 +222,8 @@ def from_dict(values: dict, cls: type = TrainConfig):
     for name, value in values.items():
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{cls.__name__}.{name}={value!r} must be a table")
             value = from_dict(value, hint)
         elif not _fits(value, hint):
             raise UserError(f"{cls.__name__}.{name}={value!r} is not of type {hint}")
@@ -255,13 +283,15 @@ def resolve_model(name: str):
     Raises:
         UserError: neither.
     """
-    from pathlib import Path
-
     from k3jax.config import K3Config
 
     if name in PRESETS:
         return getattr(K3Config, name)()
-    if Path(name).exists():
+    path = Path(name)
+    if path.exists():
+        described = read_json(path / "config.json" if path.is_dir() else path)
+        if isinstance(described, dict) and isinstance(described.get("model"), dict):  # of a run
+            return K3Config.from_hf_dict(described["model"])
         return K3Config.from_hf(name)
     raise UserError(
         f"model={name!r} is neither a preset ({', '.join(PRESETS)}) nor an existing config.json"

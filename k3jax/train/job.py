@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +25,9 @@ def train(config: TrainConfig, console: Console) -> RunDirectory:
     watch = Stopwatch()
     watch.enter("data")
     model = resolve_model(config.model)
+    if config.data.path is not None:  # a run is resumed from any folder
+        path = str(Path(config.data.path).expanduser().absolute())
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
     choose_path(config)  # a taken name shows before the data is read
     data = read_data(config, model)
     run = RunDirectory.create(config, model, data.corpus.summary())
@@ -57,11 +61,6 @@ def _continue(run: RunDirectory, override, console: Console, watch: Stopwatch) -
     old = dataclasses.replace(run.train_config(), profile=0)  # one profile is enough
     config = override(old)
     changed = train_config.check_overrides(old, config)
-    if "steps" in changed:
-        was, now = changed["steps"]
-        console.print(
-            f"steps {was} -> {now}: the learning rate follows the schedule of {now} steps from here"
-        )
     data = read_data(config, run.model_config())
     described = run.read_config()
     described["train"] = train_config.to_dict(config)
@@ -78,7 +77,6 @@ def _continue(run: RunDirectory, override, console: Console, watch: Stopwatch) -
 def _see_through(run, config, data, console, watch, *, described: dict | None = None) -> None:
     """Train to the end; with `described`, continue and write that config.json."""
     from k3jax.train.loop import Trainer
-    from k3jax.train.profile import profile_steps
 
     summary = data.corpus.summary()
     console.print(
@@ -95,13 +93,20 @@ def _see_through(run, config, data, console, watch, *, described: dict | None = 
         trainer.start(resume=described is not None)
         if described is not None:  # only now is it sure that the run goes on
             run.write_config(described)
+            if "steps" in described["resumed"][-1]["changed"]:
+                console.print(
+                    f"from here on the learning rate follows the schedule of {config.steps} steps"
+                )
+        if config.optimizer.warmup_steps > config.steps // 2:
+            console.print(
+                f"note: the warm-up takes {config.steps // 2} steps, half of the run, instead of "
+                f"{config.optimizer.warmup_steps}"
+            )
         if trainer.step_number < config.steps:
             watch.enter("compilation")
             console.print("compiling the training step ...")
             trainer.compile()
             watch.enter("training")
-            if config.profile:
-                profile_steps(trainer, config.profile, console)
             trainer.fit()
         _finish(trainer, console, watch)
     finally:
@@ -113,7 +118,7 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
     from k3jax.train.plots import write_plots
     from k3jax.train.reading import reading_record
     from k3jax.train.report import write_report
-    from k3jax.train.samples import write_samples
+    from k3jax.train.samples import choose_prompts, write_samples
 
     run, config = trainer.run, trainer.config
     watch.enter("final evaluation")
@@ -133,27 +138,39 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
     )
     watch.enter("samples")
     model = trainer.model()
-    text = write_samples(run, model, config.evaluation.sample_bytes, config.seed)
+    text = None
+    if config.evaluation.sample_bytes:
+        prompts = choose_prompts(trainer.data.corpus)
+        text = write_samples(run, model, prompts, config.evaluation.sample_bytes, config.seed)
     watch.enter("plots and report")
     examples = () if reading is None else reading.examples
     write_plots(run, model, trainer.held_out.rows[0], examples)
     watch.enter("end")
     write_report(run, watch.seconds)
-    console.print("\n[bold]samples[/]")
-    console.print(text, highlight=False, markup=False)
+    if text is not None:
+        console.print("\n[bold]samples[/]")
+        console.print(text, highlight=False, markup=False)
     console.print(_results(result, baselines))
     if reading is not None:
         console.print(_reading(reading))
     console.print(_times(watch.seconds))
     console.print(f"report: [bold]{run.report_file}[/]   all files: {run.path}", highlight=False)
-    console.print(
-        "next: "
-        f"k3jax generate {run.path} --prompt 'import '\n"
-        f"      k3jax train {config.model} --steps {2 * config.steps}          train longer\n"
-        f"      k3jax train {config.model} --data.path FOLDER     train on your own text\n"
-        f"      k3jax train {config.model} --profile 5            where the time goes",
-        highlight=False,
-    )
+    console.print(_next_steps(run, config), highlight=False, markup=False)
+
+
+def _next_steps(run: RunDirectory, config: TrainConfig) -> str:
+    prompt = "import " if config.data.path is None else "The "
+    steps = {
+        f"k3jax generate {run.path} --prompt {prompt!r}": "let it write",
+        f"k3jax resume {run.path} --steps {2 * config.steps}": "train longer",
+    }
+    if config.data.path is None:
+        steps[f"k3jax train {config.model} --data.path FOLDER"] = "train on your own text"
+    if not config.profile:
+        steps[f"k3jax train {config.model} --profile 5"] = "see where the time goes"
+    width = max(map(len, steps))
+    lines = [f"{command:{width}}   {why}" for command, why in steps.items()]
+    return "next: " + "\n      ".join(lines)
 
 
 def _results(result, baselines: dict[str, float]) -> Table:

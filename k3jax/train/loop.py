@@ -1,5 +1,6 @@
 """The training loop of one run: compile, step, measure, save, stop cleanly."""
 
+import contextlib
 import math
 import time
 
@@ -11,10 +12,11 @@ from k3jax.config import K3Config
 from k3jax.data.loader import Loader, count_rows
 from k3jax.errors import UserError
 from k3jax.train import config as train_config
-from k3jax.train.config import TrainConfig
+from k3jax.train.config import PROFILE_WARM_UP, TrainConfig
 from k3jax.train.data import TrainingData
 from k3jax.train.evaluation import HeldOut, HeldOutResult
 from k3jax.train.metrics import MetricsLog, cut_metrics
+from k3jax.train.profile import StepProfiler
 from k3jax.train.progress import ProgressView, Stopwatch
 from k3jax.train.reading import HeldOutPictures, ReadingResult, reading_record, reading_text
 from k3jax.train.run_directory import RunDirectory
@@ -73,6 +75,7 @@ class Trainer:
         train = train_config.to_dict(self.config)
         for name in ("checkpoint", "evaluation", "steps", "max_skipped", "profile"):
             del train[name]
+        del train["data"]["path"]  # the text may be moved, its digest stays
         for name in ("name", "runs", "overwrite"):  # a run directory may be moved
             del train[name]
         return {
@@ -107,17 +110,12 @@ class Trainer:
         if self.step_number > self.config.steps:
             raise UserError(f"steps={self.config.steps} is below the {self.step_number} steps done")
         if resume:
-            cut_metrics(self.run.metrics_file, self.step_number)
+            cut_metrics(self.run.metrics_file, self.step_number, self._warn)
         self.metrics = MetricsLog(self.run.metrics_file)
 
     def compile(self) -> None:
         """Compile the step before the first one runs, so that its time is known apart."""
         self._step = self._step.lower(self.abstract, self.loader.shapes()).compile()
-
-    @property
-    def compiled_step(self):
-        """The compiled step (`compile` first): its text and cost analysis serve the profile."""
-        return self._step
 
     def fit(self) -> None:
         """Train up to the last step.
@@ -128,28 +126,56 @@ class Trainer:
         """
         every, steps = self.config.evaluation.every, self.config.steps
         first = self.step_number
+        begin = first + PROFILE_WARM_UP + 1
+        recorded = range(begin, begin + self.config.profile)
+        if recorded and recorded[-1] > steps:
+            raise UserError(
+                f"profile={len(recorded)} needs {len(recorded) + PROFILE_WARM_UP} steps, "
+                f"{steps - first} are left; raise --steps"
+            )
+        profiler = StepProfiler(self.run.profile, len(recorded), self.console)
         self._clock = time.perf_counter()
-        with StopRequest() as stop, ProgressView(self.console, first, steps) as view:
+        measure = save = False
+        with (
+            contextlib.closing(profiler),
+            StopRequest() as stop,
+            ProgressView(self.console, first, steps) as view,
+        ):
             for number in range(first + 1, steps + 1):
+                if recorded and number == recorded[0]:
+                    profiler.start(self.state)
                 self.advance(view)
-                if every and number % every == 0 and number < steps:
-                    self._drain(view)
-                    self._measure(number)
+                measure |= bool(every) and number % every == 0 and number < steps
+                save |= number % self.config.checkpoint.every == 0 or number == steps
                 if stop.signum is not None:
                     self._drain(view)
                     self.save(wait=True)
                     raise Interrupted(stop.signum, number, f"k3jax resume {self.run.path}")
-                if number % self.config.checkpoint.every == 0 or number == steps:
+                if number in recorded[:-1]:
+                    continue  # what is due waits until the recording ends
+                if profiler.recording:
+                    self._drain(view)
+                    profiler.stop(self.state, self._step.as_text())
+                    self._clock = time.perf_counter()
+                if measure:
+                    self._drain(view)
+                    self._measure(number)
+                if save:
                     self._drain(view)
                     self.watch.enter("checkpoints")
                     self.save(wait=number == steps)
                     self.watch.enter("training")
                     self._clock = time.perf_counter()
+                measure = save = False
                 self.checkpoints.poll()
             self._drain(view)
 
     def advance(self, view: ProgressView | None = None) -> None:
         """Start one step; its metrics are read while the next one runs."""
+        # A step that has ended is recorded before the next begins: where a call computes at once
+        # (CPU), its time would otherwise count for the step before.
+        if self._pending is not None and self._pending[1]["loss"].is_ready():
+            self._drain(view)
         batch = next(self.loader)
         self.state, metrics = self._step(self.state, batch)
         self.step_number += 1

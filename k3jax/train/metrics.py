@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -24,21 +27,49 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All whole records; a last line cut off by a kill is left out."""
-    records = []
-    if Path(path).exists():
-        for line in Path(path).read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return records
+    """All whole records; a line that is none (cut off by a kill, say) is left out."""
+    return _parse(path)[0]
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Keep the records up to `step`, atomically: what came later is computed again."""
+def _parse(path: Path) -> tuple[list[dict], list[int]]:
+    """Records, and the numbers of lines that are none."""
+    records, bad = [], []
+    lines = Path(path).read_bytes().splitlines() if Path(path).exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not {"kind", "step"} <= record.keys():
+                raise ValueError
+            records.append(record)
+        except (ValueError, AttributeError):
+            bad.append(number)
+    return records, bad
+
+
+def cut_metrics(path: Path, step: int, report: Callable[[str], None] = warnings.warn) -> None:
+    """Keep the records up to `step`, atomically: what came later is computed again.
+
+    The final measurement of a run that goes on becomes one of its evaluations.
+
+    Args:
+        path: metrics.jsonl.
+        step: the step to continue from.
+        report: told about lines that are no records, other than a last one that was cut off; the
+            file as it was is then kept beside it.
+    """
     path = Path(path)
-    kept = [r for r in read_metrics(path) if r["step"] <= step and r["kind"] != "final"]
+    records, bad = _parse(path)
+    if step and not records:
+        report(f"{path} holds no records of the steps so far")
+    if bad and bad != [len(records) + 1]:
+        damaged = path.with_suffix(".damaged.jsonl")
+        shutil.copyfile(path, damaged)
+        report(f"{path}: lines {bad[:5]} are no records and are left out; kept in {damaged}")
+    kept = [
+        record | {"kind": "evaluation"} if record["kind"] == "final" else record
+        for record in records
+        if record["step"] <= step
+    ]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(temporary, path)

@@ -49,7 +49,7 @@ def decay_mask(names) -> dict[str, bool]:
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Step (0-based) -> learning rate: linear warm-up, then cosine to the final fraction."""
-    warmup = min(config.warmup_steps, max(steps - 1, 0))
+    warmup = min(config.warmup_steps, steps // 2)
     return optax.warmup_cosine_decay_schedule(
         init_value=config.peak_lr / (warmup + 1),
         peak_value=config.peak_lr,

@@ -58,7 +58,9 @@ def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
         if train and "overload" in train[-1]:
             figures["balance"] = _balance(train)
         if final and final[-1]["expert_counts"]:
-            figures["expert_load"] = _expert_load(np.array(final[-1]["expert_counts"], float))
+            layers = list(layer_arrays(model, "feed_forward.router_bias"))
+            counts = np.array(final[-1]["expert_counts"], float)
+            figures["expert_load"] = _expert_load(counts, layers)
         biases = layer_arrays(model, "feed_forward.router_bias")
         if biases:
             figures["router_bias"] = _router_bias(biases)
@@ -178,6 +180,8 @@ def _balance(train):
         ylabel="% (one line per MoE layer)",
         yscale="log",
     )
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
     low, high = _numbers(train, "router_bias_min"), _numbers(train, "router_bias_max")
     right.fill_between(steps, low, high, color=MODEL_COLOR, alpha=0.3)
     right.plot(steps, low, color=MODEL_COLOR, lw=0.8)
@@ -202,16 +206,17 @@ def _heat(values, *, title, xlabel, ylabel, label, cmap, limits, rows=None):
     return figure
 
 
-def _expert_load(counts: np.ndarray):
+def _expert_load(counts: np.ndarray, layers: list[int]):
     share = counts / np.maximum(counts.mean(-1, keepdims=True), 1e-9)
     return _heat(
         share,
         title="Expert load on held-out text",
         xlabel="expert",
-        ylabel="MoE layer",
+        ylabel="layer",
         label="load / mean of the layer",
         cmap="RdBu_r",
         limits=(0, 2),
+        rows=layers,
     )
 
 
@@ -276,7 +281,8 @@ def _depth_attention(weights: np.ndarray):
     return _heat(
         shown.T,
         title="Attention over depth, mean over tokens",
-        xlabel="mixture, in order of execution (attention, feed-forward, ...; last: output)",
+        xlabel="mixture in order: feed-forward of layer 0, attention and feed-forward of each "
+        "layer from 1 on, output",
         ylabel="source",
         label="weight",
         cmap="magma_r",

@@ -18,7 +18,6 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-WARM_UP_STEPS = 2
 CONTROL_FLOW = {"while", "conditional", "call", "async-start", "async-done"}
 ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}
 # Parts of an operation's path that the tracer adds; what remains are named scopes.
@@ -50,37 +49,46 @@ class Operation:
     bytes: int
 
 
-def profile_steps(trainer, steps: int, console: Console) -> None:
-    """Train warm-up steps, then `steps` steps under the profiler; write and print the table.
+class StepProfiler:
+    """Records some steps of a run under the profiler; writes and prints the table after them.
 
     Args:
-        trainer: compiled and started; its steps count as steps of the run.
+        folder: where the trace and the table go.
         steps: how many to record.
         console: where to print.
     """
-    from k3jax.errors import UserError
 
-    left = trainer.config.steps - trainer.step_number
-    if left < WARM_UP_STEPS + steps:
-        raise UserError(
-            f"profile={steps} needs {WARM_UP_STEPS + steps} steps, {left} are left; raise --steps"
+    def __init__(self, folder: Path, steps: int, console: Console):
+        self.folder, self.steps, self.console = folder, steps, console
+        self.recording = False
+        self._start = 0.0
+
+    def start(self, state) -> None:
+        """Begin, once the steps before have ended."""
+        jax.block_until_ready(state)
+        jax.profiler.start_trace(str(self.folder))
+        self.recording = True
+        self._start = time.perf_counter()
+
+    def stop(self, state, program: str) -> None:
+        """End; `program` is the text of the compiled step."""
+        jax.block_until_ready(state)
+        wall = (time.perf_counter() - self._start) / self.steps
+        self.close()
+        operations = read_program(program)
+        traces = sorted(self.folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        costs = scope_costs(traces[-1], operations)
+        write_table(self.folder, costs, self.steps, wall)
+        self.console.print(cost_table(costs, self.steps, wall))
+        self.console.print(
+            f"profile: {self.folder} (scopes.csv, scopes.json, and the trace)", highlight=False
         )
-    folder = trainer.run.profile
-    for _ in range(WARM_UP_STEPS):
-        trainer.advance()
-    jax.block_until_ready(trainer.state)
-    with jax.profiler.trace(str(folder)):
-        start = time.perf_counter()
-        for _ in range(steps):
-            trainer.advance()
-        jax.block_until_ready(trainer.state)
-        wall = (time.perf_counter() - start) / steps
-    operations = read_program(trainer.compiled_step.as_text())
-    traces = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    costs = scope_costs(traces[-1], operations)
-    write_table(folder, costs, steps, wall)
-    console.print(cost_table(costs, steps, wall))
-    console.print(f"profile: {folder} (scopes.csv, scopes.json, and the trace)", highlight=False)
+
+    def close(self) -> None:
+        """Stop recording; a run that ends within the recorded steps has no table."""
+        if self.recording:
+            jax.profiler.stop_trace()
+            self.recording = False
 
 
 def read_program(text: str) -> dict[str, Operation]:

@@ -56,7 +56,7 @@ def write_report(run: RunDirectory, seconds: dict[str, float]) -> None:
     facts = {
         "model": config["model"],
         "steps": f"{len(train):,} of {config['batch']} rows of {config['length']} tokens "
-        f"({tokens / 1e6:.2f} million)",
+        f"({tokens:,} tokens)",
         "trained on": f"{corpus['source']}: {corpus['train_bytes']:,} bytes, "
         f"{corpus['train_files']} files",
         "held out": f"{corpus['held_out_bytes']:,} bytes, {corpus['held_out_files']} files; "
@@ -79,12 +79,17 @@ def write_report(run: RunDirectory, seconds: dict[str, float]) -> None:
     if (run.profile / "scopes.json").exists():
         page += ["<h2>Profile</h2>", _profile((run.profile / "scopes.json").read_text())]
     page += [
-        "<h2>Samples</h2>",
-        f"<pre>{html.escape(run.samples_file.read_text())}</pre>",
+        *_samples(run),
         "<h2>Configuration</h2>",
         f"<pre>{html.escape(json.dumps(described, indent=2))}</pre></html>",
     ]
     run.report_file.write_text("\n".join(page))
+
+
+def _samples(run: RunDirectory) -> list[str]:
+    if not run.samples_file.exists():
+        return []
+    return ["<h2>Samples</h2>", f"<pre>{html.escape(run.samples_file.read_text())}</pre>"]
 
 
 def _scores(final: dict) -> str:

@@ -1,5 +1,6 @@
 """A run's model, for use after or during training."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from k3jax.train.run_directory import RunDirectory
 from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
 
 
-def load_run(path: str | Path, report: Callable[[str], None]):
+def load_run(path: str | Path, report: Callable[[str], None] = warnings.warn):
     """The model of a run's newest whole checkpoint. Changes nothing on disk.
 
     Args:
         path: run directory; it may be in training.
-        report: told about each damaged checkpoint that was passed over.
+        report: told about each damaged checkpoint that was passed over; by default a warning.
 
     Raises:
         UserError: no run, or no usable checkpoint.

@@ -43,9 +43,8 @@ class RunDirectory:
             UserError: the name is taken and `overwrite` is not set, or it is no run directory.
         """
         run = cls(choose_path(config))
-        if run.path.exists() and not run.config_file.exists() and any(run.path.iterdir()):
-            raise UserError(f"{run.path} is not empty and holds no run; choose another --name")
         if run.path.exists():
+            run._check_replaceable()
             run._take_lock()  # a run that still trains there is never deleted
             shutil.rmtree(run.path)
         run.path.mkdir(parents=True)
@@ -76,6 +75,19 @@ class RunDirectory:
         run._take_lock()
         return run
 
+    def _check_replaceable(self) -> None:
+        """Refuse to delete what no training run wrote."""
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; choose another --name or --runs")
+        if not any(self.path.iterdir()):
+            return
+        try:
+            self.read_config()
+        except UserError as error:
+            raise UserError(
+                f"{self.path} is not empty and holds no run ({error}); choose another --name"
+            ) from error
+
     def read_config(self, *, training: bool = True) -> dict:
         """The contents of config.json.
 
@@ -102,9 +114,12 @@ class RunDirectory:
                 "optimizer state, data position or schedule to go on with; k3jax generate and "
                 "k3jax convert can use it"
             )
-        missing = [key for key in ("train", "model", "corpus") if key not in described]
-        if missing:
-            raise UserError(f"{self.config_file} has no {missing[0]!r}: not written by k3jax train")
+        for key in ("train", "model", "corpus"):
+            if not isinstance(described, dict) or not isinstance(described.get(key), dict):
+                raise UserError(
+                    f"{self.config_file} has no table {key!r}: not written by k3jax train"
+                )
+        described.setdefault("resumed", [])
         return described
 
     def write_config(self, described: dict) -> None:
@@ -115,7 +130,10 @@ class RunDirectory:
 
     def train_config(self) -> TrainConfig:
         """The configuration the run was started with, changes on resume included."""
-        return train_config.from_dict(self.read_config()["train"])
+        try:
+            return train_config.from_dict(self.read_config()["train"])
+        except UserError as error:
+            raise UserError(f"{self.config_file}: {error}") from error
 
     def model_config(self) -> K3Config:
         """The model of the run."""

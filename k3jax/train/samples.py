@@ -4,10 +4,22 @@ import jax
 import numpy as np
 
 from k3jax.data.bytes import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, decode, encode
+from k3jax.data.corpus import Corpus
 from k3jax.infer.generate import generate
 from k3jax.train.run_directory import RunDirectory
 
-PROMPTS = ("import ", "def ", "class ", '"""')
+LIBRARY_PROMPTS = ("import ", "def ", "class ", '"""')
+NUM_PROMPTS, PROMPT_BYTES = 4, 12
+
+
+def choose_prompts(corpus: Corpus) -> tuple[str, ...]:
+    """Openings for samples: those of Python, or the first words of held-out documents."""
+    if corpus.is_library:
+        return LIBRARY_PROMPTS
+    documents = corpus.held_out
+    count = min(NUM_PROMPTS, len(documents.names))
+    first = (documents.document(i)[:PROMPT_BYTES].tobytes() for i in range(count))
+    return tuple(raw.decode(errors="ignore") for raw in first)
 
 
 def continue_prompts(
@@ -17,7 +29,7 @@ def continue_prompts(
 
     Args:
         model: a model with the byte vocabulary.
-        prompts: texts; each begins a document.
+        prompts: texts, str or bytes; each begins a document.
         num_bytes: bytes to add at most.
         temperature: see `k3jax.generate`.
         top_p: see `k3jax.generate`.
@@ -47,10 +59,10 @@ def continue_prompts(
     return texts
 
 
-def write_samples(run: RunDirectory, model, num_bytes: int, seed: int) -> str:
+def write_samples(run: RunDirectory, model, prompts, num_bytes: int, seed: int) -> str:
     """Continue a few openings into samples.txt; the text."""
-    texts = continue_prompts(model, PROMPTS, num_bytes=num_bytes, temperature=0.7, seed=seed)
-    blocks = [f"--- prompt {p!r}\n{p}{text}\n" for p, text in zip(PROMPTS, texts, strict=True)]
+    texts = continue_prompts(model, prompts, num_bytes=num_bytes, temperature=0.7, seed=seed)
+    blocks = [f"--- prompt {p!r}\n{p}{text}\n" for p, text in zip(prompts, texts, strict=True)]
     text = "\n".join(blocks)
     run.samples_file.write_text(text)
     return text

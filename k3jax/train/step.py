@@ -59,6 +59,11 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             rate = schedule(state.step)
             updates, moments = optimizer.update(grads, state.optimizer, state.params)
+            # A finite gradient can still give an update that is not (0 / 0 in the moments).
+            moved = jnp.stack(
+                [jnp.sum(jnp.square(rate * updates[name])) for name in parts.param_names]
+            )
+            finite &= jnp.isfinite(moved).all()
             params = {
                 name: (value - rate * updates[name]).astype(value.dtype)
                 for name, value in state.params.items()
@@ -88,7 +93,8 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
             "grad_norm": norm,
             "lr": rate,
             "finite": finite,
-            "finite_gradient": jnp.isfinite(squares),  # by parameter, for the diagnosis
+            # By parameter, for the diagnosis.
+            "finite_gradient": jnp.isfinite(squares) & jnp.isfinite(moved),
             "skipped": state.skipped,
             "skipped_in_row": state.skipped_in_row,
         }

@@ -119,7 +119,7 @@ def test_run_killed_many_times_resumes_with_the_identical_curve(command, tmp_pat
     ("arguments", "message"),
     [
         (["train", "--data.path", "missing"], "does not exist; --data.path takes a folder"),
-        (["train", "--data.path", "empty"], "no text in empty"),
+        (["train", "--data.path", "empty"], "/empty: no non-empty UTF-8 file in it"),
         (["train", "tinny"], "neither a preset (tiny, small) nor an existing config.json"),
         (["resume", "runs/none"], "is not a run directory"),
         (["generate", "empty", "--prompt", "x"], "empty"),

@@ -1,5 +1,6 @@
 """Which files are read, how they are split, and what is refused."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_files_that_are_no_text_are_skipped_and_counted(tmp_path):
     (tmp_path / ".hidden" / "secret.txt").write_text("secret")
     corpus = load_corpus(str(tmp_path))
     assert len(corpus.train.names) + len(corpus.held_out.names) == 20
-    assert corpus.notes == ("1 files are not UTF-8 text and were skipped",)
+    assert corpus.notes == ("files that are not UTF-8 text and were skipped: 1",)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,14 @@ def test_folder_without_text_is_refused_with_the_way_out(tmp_path, name, message
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=f"{message}.*data.path"):
         load_corpus(str(tmp_path / name))
+
+
+def test_pipes_and_odd_names_do_no_harm(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in (b"a.txt", b"b\xff.txt"):
+        with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
+            file.write("some words " * 20)
+    (tmp_path / "zero.txt").write_bytes(b"text with a \0 inside")
+    corpus = load_corpus(str(tmp_path), held_out_fraction=0.3)
+    assert len(corpus.train.names) + len(corpus.held_out.names) == 2
+    assert any("not UTF-8 text" in note for note in corpus.notes)

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from k3jax.train import job
 from k3jax.train.config import resolve_model
 from k3jax.train.data import read_data
 from k3jax.train.loop import Trainer
-from k3jax.train.metrics import MetricsLog, read_metrics
+from k3jax.train.metrics import MetricsLog, cut_metrics, read_metrics
 from k3jax.train.progress import Stopwatch
 from k3jax.train.run_directory import RunDirectory
 from k3jax.train.stopping import Diverged, Interrupted
@@ -63,7 +64,7 @@ def test_run_directory_is_complete(finished):
     page = (path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(PICTURES)
     assert "http" not in page.replace(str(path), "")
-    assert (path / "samples.txt").read_text().count("--- prompt") == 4
+    assert (path / "samples.txt").read_text().count("--- prompt") == 3  # held-out documents
     for words in ("this model", "interpolated trigram", "where the time went", "k3jax generate"):
         assert words in printed
 
@@ -195,6 +196,63 @@ def test_signal_saves_and_stops_between_steps(config, signum, monkeypatch):
     close(trainer)
     assert stored_steps(trainer.run.checkpoints) == [2, 3]
     assert [step for step, *_ in losses(trainer.run.path)] == [1, 2, 3]
+
+
+def test_overwrite_deletes_runs_only(config, tmp_path):
+    runs = Path(config.runs)
+    (runs / "run").mkdir(parents=True)
+    (runs / "run" / "config.json").write_text(Path(config.model).read_text())  # a checkpoint
+    (runs / "run" / "model.safetensors").write_text("weights")
+    with pytest.raises(UserError, match="holds no run"):
+        job.train(dataclasses.replace(config, overwrite=True), quiet())
+    assert (runs / "run" / "model.safetensors").exists()
+    (runs / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        job.train(dataclasses.replace(config, overwrite=True, name="file"), quiet())
+
+
+def test_a_run_with_damaged_checkpoints_only_is_left_as_it_is(finished, tmp_path):
+    _, path, _ = finished
+    run = tmp_path / "run"
+    shutil.copytree(path, run)
+    for step in stored_steps(run / "checkpoints"):
+        (run / "checkpoints" / str(step) / "digests.json").write_text("[]")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"no checkpoint .* can be used") as error:
+        job.resume(str(run), lambda old: dataclasses.replace(old, steps=7), quiet())
+    assert "digests.json is not readable" in str(error.value)
+    assert stored_steps(run / "checkpoints") == stored_steps(path / "checkpoints")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["3", '{"train": null}', '{"train": {}, "model": {}}', "{"])
+def test_a_config_that_is_not_of_a_run_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        job.resume(str(tmp_path), keep, quiet())
+
+
+def test_lines_of_the_metrics_that_are_no_records_are_kept_apart(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3)]
+    file.write_bytes("\n".join([lines[0], "123", lines[1], lines[2]]).encode() + b"\n\xff")
+    told = []
+    cut_metrics(file, 2, told.append)
+    assert [record["step"] for record in read_metrics(file)] == [1, 2]
+    assert "lines [2, 5] are no records" in told[0]
+    assert b"123" in (tmp_path / "metrics.damaged.jsonl").read_bytes()
+
+
+def test_profile_records_steps_and_what_is_due_follows(config):
+    run = job.train(dataclasses.replace(config, profile=2), quiet())
+    table = json.loads((run.profile / "scopes.json").read_text())
+    assert table["step_seconds"] > 0
+    assert {"vision_tower", "head"} <= {row["scope"].split("/")[0] for row in table["scopes"]}
+    records = read_metrics(run.metrics_file)
+    assert [r["step"] for r in records if r["kind"] == "evaluation"] == [4]  # due at 3
+    assert stored_steps(run.checkpoints) == [2, 4, 6]
+    seconds = [r["step_seconds"] for r in records if r["kind"] == "train"]
+    assert len(seconds) == 6 and min(seconds) > 0 and max(seconds) < 600
 
 
 def test_divergence_stops_with_a_diagnosis(config):

@@ -68,6 +68,18 @@ def test_micro_batches_equal_one_batch(setting):
     jax.tree.map(lambda a, b: assert_close(a, b, gradient=True), found, wanted)
 
 
+def test_an_update_that_is_not_finite_is_skipped(setting):
+    config, parts, _, _, batches = setting
+    infinite = dataclasses.replace(config, optimizer=OptimizerConfig(peak_lr=3e38))
+    step, optimizer = make_train_step(parts, infinite)
+    state = parts.fresh_state(optimizer, 0)
+    state = dataclasses.replace(state, step=state.step + infinite.steps // 2)
+    after, metrics = jax.jit(step)(state, batches[0])
+    assert not metrics["finite"] and int(after.skipped) == 1
+    for name, value in state.params.items():
+        np.testing.assert_array_equal(after.params[name], value, err_msg=name)
+
+
 def test_step_that_is_not_finite_changes_only_the_counters(setting):
     _, parts, step, optimizer, batches = setting
     state = parts.fresh_state(optimizer, 0)
