@@ -135,7 +135,7 @@ class TrainConfig:
     """Folder of run directories."""
     overwrite: bool = False
     """Delete a run directory of the same name first."""
-    steps: int = 650
+    steps: int = 580
     """Optimizer steps."""
     batch: int = 4
     """Rows per step, over all micro-batches and processes."""
