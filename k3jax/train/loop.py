@@ -24,7 +24,6 @@ from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
 from k3jax.train.step import make_evaluation_step, make_reading_step, make_train_step
 from k3jax.train.stopping import Diverged, Interrupted, StopRequest, diagnose
 
-
 # Words in pictures are measured on a part of the small sample: they are read twice.
 PICTURES_PART = 4
 
