@@ -1,5 +1,8 @@
 """Pictures of words, packed into rows."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,7 @@ from k3jax.data.loader import Loader, count_rows
 from k3jax.data.mixture import Mixture
 from k3jax.data.packing import PackedRows
 from k3jax.data.picture_rows import PictureRows
-from k3jax.data.pictures import SIZE, TextPictures, draw, split_words
+from k3jax.data.pictures import SIZE, Digits, TextPictures, draw, split_words
 from k3jax.errors import UserError
 
 
@@ -93,3 +96,27 @@ def test_a_text_without_words_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("1 2 3 45 " * 20)
     with pytest.raises(UserError, match="0 words of 3 to 8 letters"):
         split_words(load_corpus(str(tmp_path)), 0.1)
+
+
+def test_digits_come_from_scikit_learn_or_say_so(monkeypatch):
+    values = np.arange(20)
+    images = np.zeros((20, 8, 8)) + 16 * (np.arange(8) == 3)  # one dark column
+
+    class Module:
+        @staticmethod
+        def load_digits():
+            return SimpleNamespace(images=images, target=values % 10)
+
+    monkeypatch.setitem(sys.modules, "sklearn", Module)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", Module)
+    train, held_out = Digits(), Digits(held_out=True)
+    assert (len(train), len(held_out)) == (18, 2)
+    assert [pair.text for pair in held_out] == ["8", "9"]
+    shown = np.asarray(train[0].image)
+    assert shown.shape == (28, 28, 3)
+    assert shown[:, 12].max() < 30 and shown[:, 20:].min() > 240  # ink is dark
+    rows = PictureRows(train, length=64, patch_size=14)
+    assert rows[0]["grids"].tolist()[0] == [1, 2, 2]
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'k3jax\[digits\]', or --data.digits 0"):
+        Digits()
