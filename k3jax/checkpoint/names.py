@@ -1,4 +1,4 @@
-"""The released tensor names, and where each tensor lives in our model (SEMANTICS 2)."""
+"""The released tensor names, and where each tensor lives in our model."""
 
 import dataclasses
 import functools

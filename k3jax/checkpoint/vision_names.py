@@ -1,4 +1,4 @@
-"""The released names of the vision tower and the projector (SEMANTICS 6)."""
+"""The released names of the vision tower and the projector."""
 
 from collections.abc import Iterator
 

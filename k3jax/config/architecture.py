@@ -96,7 +96,7 @@ class K3Config:
             )
 
     def layer_kind(self, index: int) -> LayerKind:
-        """Kind of the layer with 0-based `index` (SEMANTICS 3.2)."""
+        """Kind of the layer with 0-based `index`."""
         attention: AttentionKind = "kda" if index + 1 in self.kda_layers else "mla"
         is_moe = (
             self.moe is not None

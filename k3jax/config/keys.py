@@ -4,7 +4,7 @@ Three kinds of keys exist, one set per section of the file:
 
 * architecture keys (`Key`): read into a field of `K3Config`, or checked against the only values
   the model implements. The family `kimi_k3` requires all of them but those marked `OPTIONAL`;
-  `kimi_linear` may omit those with a meaning for absence (`absent`, SEMANTICS 3).
+  `kimi_linear` may omit those with a meaning for absence (`absent`).
 * generic keys (`GENERIC`): the framework's bookkeeping. They do not change what the model
   computes; they are kept and written back.
 * anything else is unknown, which is an error unless the caller allows it.

@@ -6,10 +6,9 @@ Frozen dataclasses of plain numbers, validated when they are built.
 import dataclasses
 from typing import ClassVar, Literal
 
-# Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps a file states (SEMANTICS 3.1).
+# Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps a file states.
 LATENT_NORM_EPS = 1e-6
-# Of the tower's norms, which no file states: float32 machine epsilon, for bfloat16 as well
-# (SEMANTICS 6).
+# Of the tower's norms, which no file states: float32 machine epsilon, for bfloat16 as well.
 TOWER_NORM_EPS = 1.1920929e-07
 
 
@@ -153,7 +152,7 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower and its projector (SEMANTICS 6); queries may be wider than `dim`."""
+    """The vision tower and its projector; queries may be wider than `dim`."""
 
     dim: int
     num_layers: int

@@ -30,7 +30,7 @@ class _Piece(NamedTuple):
 def process_media(
     items: Sequence[Any], *, config: MediaConfig | None = None, buckets: bool = True
 ) -> Media:
-    """Processes images and videos as the released processor does (SEMANTICS 7).
+    """Processes images and videos as the released processor does.
 
     Every image is one item; every video one item per chunk of 4 sampled frames (the last chunk
     may be shorter), so a prompt needs as many placeholders, in order.

@@ -28,7 +28,7 @@ class ResizePlan(NamedTuple):
 
 
 def plan_resize(width: int, height: int, config: MediaConfig, *, patch_limit: int) -> ResizePlan:
-    """Plans an image of `width` x `height` (SEMANTICS 7, step 1).
+    """Plans an image of `width` x `height`.
 
         scale = min(1, sqrt(patch_limit / (max(1, W // P) max(1, H // P))), S P / W, S P / H)
 

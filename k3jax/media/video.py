@@ -1,7 +1,7 @@
 """Video: frames taken at a rate, in chunks of consecutive frames, one item per chunk.
 
 The released processor of this model reads images only, while its tower and its published settings
-know video. What happens here follows the public processor of its predecessor (SEMANTICS 7).
+know video. What happens here follows the public processor of its predecessor.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ GROUP_ELEMENTS = 1 << 26
 
 
 def init(cfg: K3Config, key: jax.Array, *, dtype=jnp.float32) -> K3:
-    """A freshly initialised model (TRAINING 5).
+    """A freshly initialised model.
 
     Args:
         cfg: the model, for example `K3Config.tiny()`.

@@ -1,4 +1,4 @@
-"""The vision tower MoonViT-V2 over packed items (SEMANTICS 6)."""
+"""The vision tower MoonViT-V2 over packed items."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Quantile Balancing of the routers (K3 report 2.3.3 and appendix D; TRAINING 6).
+"""Quantile Balancing of the routers (K3 report 2.3.3 and appendix D).
 
 With s = scores, b = bias and alpha = the (k+1)-th largest of s + b of a token, the new bias of an
 expert is the (k/n)-quantile of r = alpha - s over all tokens of the step, minus the mean over

@@ -10,7 +10,7 @@ from k3jax.nn.parameters import weight
 
 
 def gated_activation(cfg: K3Config):
-    """The model's act(gate, up) (SEMANTICS 3.8)."""
+    """The model's act(gate, up)."""
     if cfg.activation == "situ":
         return lambda a, b: ops.situ(a, b, cfg.situ_beta, cfg.situ_linear_beta)
     return ops.swiglu

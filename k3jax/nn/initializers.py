@@ -1,4 +1,4 @@
-"""Start values of parameters (TRAINING 5), each a function of one standard normal draw.
+"""Start values of parameters, each a function of one standard normal draw.
 
 Because every initialiser takes the same kind of draw, `k3jax.init` can draw a whole model at once:
 one random-number program to compile instead of one per parameter shape.

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention layer (SEMANTICS 3.4, 3.5)."""
+"""Kimi Delta Attention layer."""
 
 import jax
 from flax import nnx

@@ -1,4 +1,4 @@
-"""Gated multi-head latent attention without positions (SEMANTICS 3.6)."""
+"""Gated multi-head latent attention without positions."""
 
 import jax
 import jax.numpy as jnp

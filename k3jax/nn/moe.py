@@ -1,4 +1,4 @@
-"""Stable LatentMoE, and the plain sigmoid MoE it contains (SEMANTICS 3.7)."""
+"""Stable LatentMoE, and the plain sigmoid MoE it contains."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class LatentMoE(nnx.Module):
 
     def _route(self, x: jax.Array, context: CallContext):
         moe = self.cfg.moe
-        # Scores, bias and choice in float32 whatever the model's type (PITFALLS P9).
+        # In float32 whatever the model's type: rounded, scores and bias choose other experts.
         logits = ops.dense("btd,de->bte", x.astype(jnp.float32), self.router[...])
         if moe.router_activation == "softmax":
             scores = jax.nn.softmax(logits, axis=-1)

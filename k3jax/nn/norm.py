@@ -10,7 +10,7 @@ from k3jax.nn.parameters import weight
 
 
 class RMSNorm(nnx.Module):
-    """w * x / sqrt(mean(x^2) + eps); every norm states its own eps (SEMANTICS 3.1)."""
+    """w * x / sqrt(mean(x^2) + eps); every norm states its own eps."""
 
     def __init__(self, dim: int, eps: float):
         self.eps = eps
@@ -21,7 +21,7 @@ class RMSNorm(nnx.Module):
 
 
 class DepthMix(nnx.Module):
-    """Attention over depth with one learned pseudo-query (SEMANTICS 3.3)."""
+    """Attention over depth with one learned pseudo-query."""
 
     def __init__(self, dim: int, eps: float):
         self.eps = eps

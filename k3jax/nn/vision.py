@@ -1,4 +1,4 @@
-"""Parts of MoonViT-V2 and the projector to the text width (SEMANTICS 6).
+"""Parts of MoonViT-V2 and the projector to the text width.
 
 No matrix has a bias. Start values are those of the text model: normal with `initializer_range`,
 norms 1; the release states none.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """W * cast(x / sqrt(mean(x^2) + eps)) over the last dimension (SEMANTICS 3.1).
+    """W * cast(x / sqrt(mean(x^2) + eps)) over the last dimension.
 
     The cast to `x.dtype` comes before the multiplication by the weight, as released.
     """
@@ -29,7 +29,7 @@ def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float)
 
 
 def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float | None) -> jax.Array:
-    """SiTU-GLU: b1 tanh(a / b1) sigmoid(a) * b2 tanh(b / b2) (SEMANTICS 3.8).
+    """SiTU-GLU: b1 tanh(a / b1) sigmoid(a) * b2 tanh(b / b2).
 
     Args:
         gate: a, any shape.

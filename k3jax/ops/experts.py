@@ -20,7 +20,7 @@ def select_experts(
     num_groups: int = 1,
     topk_groups: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Top experts of `scores + bias` (SEMANTICS 3.7).
+    """Top experts of `scores + bias`.
 
     With groups, a group's score is the sum of its two largest biased scores, and experts outside
     the best `topk_groups` groups cannot be chosen.

@@ -47,7 +47,7 @@ def delta_attention(
     initial_state: jax.Array | None = None,  # [B, H, K, V] float32
     segment_ids: jax.Array | None = None,  # [B, T]
 ) -> tuple[jax.Array, jax.Array]:
-    """L2-normalise q and k, activate gate and beta, run the delta rule (SEMANTICS 3.5).
+    """L2-normalise q and k, activate gate and beta, run the delta rule.
 
     Returns:
         output [B, T, H, V] in v's dtype, and the final state [B, H, K, V] float32.

@@ -19,7 +19,7 @@ def latent_attention(
     kv_segment_ids: jax.Array | None = None,  # [B, S]
     q_offset: int | jax.Array = 0,
 ) -> jax.Array:
-    """Causal softmax attention, scale (n + r)^-0.5 (SEMANTICS 3.6); [B, T, H, V] in v's dtype.
+    """Causal softmax attention, scale (n + r)^-0.5; [B, T, H, V] in v's dtype.
 
     `q_offset` is the key position of the first query (the number of cached tokens).
     """

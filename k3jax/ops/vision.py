@@ -1,4 +1,4 @@
-"""What the vision tower computes between its projections (SEMANTICS 6), for packed items.
+"""What the vision tower computes between its projections, for packed items.
 
 Patches of all items lie back to back in one axis P. The grids are data: where a patch stands is
 derived here, so that one program serves pictures of any size.
@@ -201,7 +201,7 @@ def merge_features(
     placeholder_id: int,
     pad_id: int | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Embeddings with features at the placeholders and zeros at pad tokens (SEMANTICS 5).
+    """Embeddings with features at the placeholders and zeros at pad tokens.
 
     Args:
         x: token embeddings [B, T, D].

@@ -81,7 +81,7 @@ def _active_matrix_parameters(cfg: K3Config) -> int:
 
 
 def _num_mixed_rows(cfg: K3Config) -> int:
-    """Rows that enter the attention-residual mixtures of one token (SEMANTICS 3.3)."""
+    """Rows that enter the attention-residual mixtures of one token."""
     block = cfg.attention_residual_block
     if block is None:
         return 0

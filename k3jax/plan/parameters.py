@@ -1,4 +1,4 @@
-"""Number of parameters by part, in closed form (shapes of SEMANTICS 2 and 6)."""
+"""Number of parameters by part, in closed form, from the released shapes."""
 
 import dataclasses
 

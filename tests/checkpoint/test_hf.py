@@ -165,7 +165,7 @@ def test_tensor_stored_twice_is_refused(tensors, tmp_path):
 
 
 def test_dtype_applies_to_all_but_the_float32_parameters(tensors, tmp_path):
-    """PITFALLS P9: a bias of 1.001 must not become 1.0."""
+    """A bias of 1.001 must not become 1.0."""
     bias = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
     exact = np.linspace(1.001, 1.006, 6).astype(np.float32)
     folder = write_checkpoint(tmp_path / "a", two_layers(), tensors | {bias: exact})

@@ -48,7 +48,7 @@ def test_files_index_and_checksums_agree(model, tmp_path):
 
 
 def test_padding_of_the_decay_comes_back(tmp_path):
-    """PITFALLS P1: 96 heads, stored in 128 entries."""
+    """96 heads, stored in 128 entries."""
     cfg = pattern_config("KM", block=1)
     cfg = dataclasses.replace(cfg, kda=dataclasses.replace(cfg.kda, num_heads=96, head_dim=128))
     tensors = random_tensors(cfg)

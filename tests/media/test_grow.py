@@ -1,4 +1,4 @@
-"""One placeholder per item grows to the item's features (PITFALLS P16)."""
+"""One placeholder per item grows to the item's features."""
 
 import numpy as np
 import pytest

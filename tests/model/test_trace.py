@@ -1,4 +1,4 @@
-"""Trace, and the numbers of block attention residuals (PITFALLS P13)."""
+"""Trace, and the numbers of block attention residuals."""
 
 import jax
 import jax.numpy as jnp

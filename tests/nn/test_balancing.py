@@ -23,7 +23,7 @@ from k3jax.nn.balancing import (
 from k3jax.nn.parameters import RouterBias, named_variables
 from tests.small_configs import five_layers, quick_jit, random_tokens, randomized
 
-# PITFALLS P12: two experts, one chosen.
+# Two experts, one chosen.
 SCORES = np.array([[0.9, 0.1], [0.65025, 0.34975], [0.64975, 0.35025], [0.55, 0.45]], np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Routing in float32 (PITFALLS P9) and what reads the latent (P10)."""
+"""Routing in float32 and what reads the latent."""
 
 import dataclasses
 

@@ -106,7 +106,7 @@ def test_rms_norm_equals_its_formula(scale, eps):
 
 
 def test_latent_norm_uses_its_own_epsilon():
-    """PITFALLS P14: mean square 1e-6 is scaled by 707.1, not by 301.5."""
+    """Mean square 1e-6 is scaled by 707.1, not by 301.5."""
     x = jnp.full((8,), 1e-3)
     np.testing.assert_allclose(ops.rms_norm(x, jnp.ones(8), 1e-6) / x, 707.1, rtol=1e-4)
     np.testing.assert_allclose(ops.rms_norm(x, jnp.ones(8), 1e-5) / x, 301.5, rtol=1e-4)

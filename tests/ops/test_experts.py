@@ -118,7 +118,7 @@ def test_rows_are_sorted_by_expert_and_token():
 
 
 def test_dispatch_and_combine_return_every_token_and_gradient():
-    """PITFALLS P11: identity experts give back the input, also when one gets everything."""
+    """Identity experts give back the input, also when one gets everything."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 3)), jnp.float32)
     for ids in (
         np.random.default_rng(1).permuted(np.tile(np.arange(4), (6, 1)), axis=1)[:, :2],
