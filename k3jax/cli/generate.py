@@ -25,8 +25,10 @@ class Generate:
 
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory, or checkpoint folder."""
-    prompt: str
+    prompt: str = ""
     """Text to continue; write --prompt=-x for one that begins with a dash."""
+    image: tuple[Path, ...] = ()
+    """Pictures to show before the text, for a model that sees."""
     max_new_tokens: int = 200
     """Bytes to add."""
     temperature: float = 0.7
@@ -40,10 +42,13 @@ class Generate:
         model = self._load()
         from k3jax.train.samples import continue_prompts
 
+        if self.image and model.cfg.vision is None:
+            raise UserError(f"{self.target} has no vision tower; leave --image out")
         prompt = os.fsencode(self.prompt)  # the bytes that were typed, UTF-8 or not
         (text,) = continue_prompts(
             model,
             [prompt],
+            pictures=self.image,
             num_bytes=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,

@@ -40,7 +40,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "generate": Subcommand(
         module="k3jax.cli.generate",
         summary="Let a trained run continue a prompt.",
-        examples=("k3jax generate runs/tiny --prompt 'def main('",),
+        examples=(
+            "k3jax generate runs/tiny --prompt 'def main('",
+            "k3jax generate runs/tiny --image runs/tiny/pictures/WORD.png",
+        ),
     ),
     "inspect": Subcommand(
         module="k3jax.cli.inspect",

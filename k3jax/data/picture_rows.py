@@ -26,6 +26,14 @@ from k3jax.media import MediaConfig, process_media
 MERGE = 4  # patches of a feature
 
 
+def picture_ids(size: tuple[int, int], num_pads: int = 1) -> np.ndarray:
+    """A picture of (width, height) pixels as ids, int32, with `num_pads` placeholders."""
+    width, height = size
+    name = encode(f"image {width}x{height}")
+    parts = [[MEDIA_BEGIN], name, [MEDIA_CONTENT], [MEDIA_PAD] * num_pads, [MEDIA_END]]
+    return np.concatenate(parts).astype(np.int32)
+
+
 class PictureRows:
     """Random access source of rows.
 
@@ -67,16 +75,9 @@ class PictureRows:
 
     def _document(self, pair: Pair) -> tuple[np.ndarray, int]:
         """Ids of one pair, and where its text begins."""
-        width, height = pair.image.size
-        head = [
-            [BEGIN_OF_DOCUMENT, MEDIA_BEGIN],
-            encode(f"image {width}x{height}"),
-            [MEDIA_CONTENT],
-            [MEDIA_PAD] * (self.patches_per_picture // MERGE),
-            [MEDIA_END],
-        ]
-        begin = sum(map(len, head))
-        return np.concatenate([*head, encode(pair.text), [END_OF_DOCUMENT]]), begin
+        picture = picture_ids(pair.image.size, self.patches_per_picture // MERGE)
+        head = np.concatenate([[BEGIN_OF_DOCUMENT], picture])
+        return np.concatenate([head, encode(pair.text), [END_OF_DOCUMENT]]), len(head)
 
     def _process(self, images):
         return process_media(images, config=self._config, buckets=False)

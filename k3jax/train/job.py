@@ -14,6 +14,8 @@ from k3jax.train.data import read_data
 from k3jax.train.progress import Stopwatch
 from k3jax.train.run_directory import RunDirectory, choose_path, environment
 
+NUM_PICTURES = 8  # held-out pictures to keep as files
+
 
 def train(config: TrainConfig, console: Console) -> RunDirectory:
     """Start a run and see it through.
@@ -117,6 +119,7 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
     from k3jax.train.metrics import read_metrics, realised_shares
     from k3jax.train.plots import write_plots
     from k3jax.train.reading import reading_record
+    from k3jax.train.reading_plots import write_pictures
     from k3jax.train.report import write_report
     from k3jax.train.samples import choose_prompts, write_samples
 
@@ -144,6 +147,7 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
         text = write_samples(run, model, prompts, config.evaluation.sample_bytes, config.seed)
     watch.enter("plots and report")
     examples = () if reading is None else reading.examples
+    pictures = write_pictures(run.pictures, examples[:NUM_PICTURES]) if examples else []
     write_plots(run, model, trainer.held_out.rows[0], examples)
     watch.enter("end")
     write_report(run, watch.seconds)
@@ -155,13 +159,14 @@ def _finish(trainer, console: Console, watch: Stopwatch) -> None:
         console.print(_reading(reading))
     console.print(_times(watch.seconds))
     console.print(f"report: [bold]{run.report_file}[/]   all files: {run.path}", highlight=False)
-    console.print(_next_steps(run, config), highlight=False, markup=False)
+    console.print(_next_steps(run, config, pictures), highlight=False, markup=False)
 
 
-def _next_steps(run: RunDirectory, config: TrainConfig) -> str:
+def _next_steps(run: RunDirectory, config: TrainConfig, pictures: list[Path]) -> str:
     prompt = "import " if config.data.path is None else "The "
     steps = {
         f"k3jax generate {run.path} --prompt {prompt!r}": "let it write",
+        **{f"k3jax generate {run.path} --image {path}": "let it read" for path in pictures[:1]},
         f"k3jax resume {run.path} --steps {2 * config.steps}": "train longer",
     }
     if config.data.path is None:

@@ -1,5 +1,7 @@
 """Pictures about reading: does the model look, and what does it see?"""
 
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 
 RIGHT_COLOR, SWAPPED_COLOR = "#1b7837", "#b2182b"
@@ -30,6 +32,15 @@ def reading_curve(records: list[dict]):
     )
     axes.legend(loc="lower left")
     return figure
+
+
+def write_pictures(folder: Path, examples) -> list[Path]:
+    """Held-out pictures as files, for `k3jax generate --image`; each is named by its word."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{pair.text}.png" for pair, _ in examples]
+    for path, (pair, _) in zip(paths, examples, strict=True):
+        pair.image.save(path)
+    return paths
 
 
 def reading_examples(examples):

@@ -30,6 +30,7 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
+        self.pictures = self.path / "pictures"
         self.samples_file = self.path / "samples.txt"
         self.report_file = self.path / "report.html"
         self.profile = self.path / "profile"

@@ -5,7 +5,9 @@ import numpy as np
 
 from k3jax.data.bytes import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, decode, encode
 from k3jax.data.corpus import Corpus
+from k3jax.data.picture_rows import picture_ids
 from k3jax.infer.generate import generate
+from k3jax.media import MediaConfig, process_media
 from k3jax.train.run_directory import RunDirectory
 
 LIBRARY_PROMPTS = ("import ", "def ", "class ", '"""')
@@ -23,19 +25,32 @@ def choose_prompts(corpus: Corpus) -> tuple[str, ...]:
 
 
 def continue_prompts(
-    model, prompts, *, num_bytes: int, temperature: float, top_p: float = 1.0, seed: int = 0
+    model,
+    prompts,
+    *,
+    pictures=(),
+    num_bytes: int,
+    temperature: float,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> list[str]:
     """What the model writes after each prompt, up to the end of a document.
 
     Args:
         model: a model with the byte vocabulary.
         prompts: texts, str or bytes; each begins a document.
+        pictures: shown before the text of every prompt (see `k3jax.process_media`).
         num_bytes: bytes to add at most.
         temperature: see `k3jax.generate`.
         top_p: see `k3jax.generate`.
         seed: of the sampling.
     """
-    ids = [np.concatenate([[BEGIN_OF_DOCUMENT], encode(prompt)]) for prompt in prompts]
+    media, shown = None, []
+    if pictures:
+        config = MediaConfig(patch_size=model.cfg.vision.patch_size)
+        media = process_media(list(pictures) * len(prompts), config=config)
+        shown = [picture_ids(size) for size in media.sizes[: len(pictures)]]
+    ids = [np.concatenate([[BEGIN_OF_DOCUMENT], *shown, encode(prompt)]) for prompt in prompts]
     width = max(map(len, ids))
     tokens = np.zeros((len(ids), width), np.int32)
     segment_ids = np.zeros_like(tokens)
@@ -46,6 +61,7 @@ def continue_prompts(
         model,
         tokens,
         segment_ids=segment_ids,
+        media=media,
         max_new_tokens=num_bytes,
         temperature=temperature,
         top_p=top_p,

@@ -21,7 +21,9 @@ from k3jax.train.data import read_data
 from k3jax.train.loop import Trainer
 from k3jax.train.metrics import MetricsLog, cut_metrics, read_metrics
 from k3jax.train.progress import Stopwatch
+from k3jax.train.restore import load_run
 from k3jax.train.run_directory import RunDirectory
+from k3jax.train.samples import continue_prompts
 from k3jax.train.stopping import Diverged, Interrupted
 from tests.train.conftest import micro_config
 
@@ -65,8 +67,21 @@ def test_run_directory_is_complete(finished):
     assert page.count("data:image/png;base64,") == len(PICTURES)
     assert "http" not in page.replace(str(path), "")
     assert (path / "samples.txt").read_text().count("--- prompt") == 3  # held-out documents
+    assert len(list((path / "pictures").glob("*.png"))) > 0
     for words in ("this model", "interpolated trigram", "where the time went", "k3jax generate"):
         assert words in printed
+
+
+def test_a_run_reads_pictures_that_it_kept(finished):
+    _, path, _ = finished
+    pictures = sorted((path / "pictures").glob("*.png"))[:1]
+    model = load_run(path)
+    texts = [
+        continue_prompts(model, ["a", ""], pictures=shown, num_bytes=3, temperature=0.0)
+        for shown in (pictures, pictures, [])
+    ]
+    assert texts[0] == texts[1]
+    assert all(len(pair) == 2 for pair in texts)
 
 
 def test_metrics_have_each_step_once_and_the_same_bytes_for_all(finished):
