@@ -21,7 +21,7 @@ from k3jax.data.bytes import (
 )
 from k3jax.data.pictures import Pair
 from k3jax.errors import UserError
-from k3jax.media import MediaConfig, process_media
+from k3jax.media import Media, MediaConfig, process_media
 
 MERGE = 4  # patches of a feature
 
@@ -53,7 +53,7 @@ class PictureRows:
     def __init__(self, pairs: Sequence[Pair], length: int, patch_size: int):
         self.pairs, self.length, self.patch_size = pairs, length, patch_size
         self._config = MediaConfig(patch_size=patch_size)
-        self.patches_per_picture = self._process([pairs[0].image]).patches.shape[0]
+        self.patches_per_picture = self.process([pairs[0].image]).patches.shape[0]
         self.plan = self._plan()
         self.most_pictures = max(len(row) for row in self.plan)
 
@@ -79,7 +79,8 @@ class PictureRows:
         head = np.concatenate([[BEGIN_OF_DOCUMENT], picture])
         return np.concatenate([head, encode(pair.text), [END_OF_DOCUMENT]]), len(head)
 
-    def _process(self, images):
+    def process(self, images) -> Media:
+        """Pictures as the rows hold them, without padding."""
         return process_media(images, config=self._config, buckets=False)
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class PictureRows:
             segment_ids[at : at + len(ids)] = number
             answers[at + begin : at + len(ids) - 1] = True
             at += len(ids)
-        media = self._process([pair.image for pair in pairs])
+        media = self.process([pair.image for pair in pairs])
         return {
             "tokens": tokens,
             "segment_ids": segment_ids,

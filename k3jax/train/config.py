@@ -73,8 +73,8 @@ class DataConfig:
         if pictures is None:
             pictures = DEFAULT_PICTURES if sees else 0.0
         for name, share in (("pictures", pictures), ("digits", self.digits)):
-            if not 0 <= share <= 1:
-                raise UserError(f"data.{name}={share} must be in [0, 1]")
+            if not 0 <= share <= 1 or abs(round(share, 3) - share) > 1e-9:
+                raise UserError(f"data.{name}={share} must be in [0, 1], in steps of 0.001")
             if share and not sees:
                 raise UserError(f"data.{name}={share}, but this model has no vision tower")
         text = round(1 - pictures - self.digits, 6)

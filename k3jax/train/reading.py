@@ -2,8 +2,8 @@
 
     bits = -(1 / N) sum log2 p(byte of the text | picture, bytes before it)
 
-over words that were never shown in training. The swapped picture is that of the next pair in
-the same row: a model that does not look has the same bits for both.
+over words that were never shown in training. The swapped picture is that of the next pair with
+another text: a model that does not look has the same bits for both.
 """
 
 import dataclasses
@@ -67,9 +67,13 @@ class HeldOutPictures:
         chosen = self.order[: max(1, count)]
         pending = []
         for at in range(0, len(chosen), self.batch):
-            picked = [self.rows[i] for i in chosen[at : at + self.batch]]
-            for swap in (False, True):
-                pending.append((swap, step(params, rest, *self._inputs(picked, swap))))
+            numbers = chosen[at : at + self.batch]
+            picked = [self.rows[i] for i in numbers]
+            swapped = [
+                row | {"patches": self._swapped(i)} for i, row in zip(numbers, picked, strict=True)
+            ]
+            for swap, shown in ((False, picked), (True, swapped)):
+                pending.append((swap, step(params, rest, *self._inputs(shown))))
         nats, targets = {False: 0.0, True: 0.0}, {False: 0, True: 0}
         measured = jax.device_get(pending)
         for swap, part in measured:
@@ -88,15 +92,22 @@ class HeldOutPictures:
             examples.append((self.rows.pairs[index], decode(guesses[here[1:]])))
         return examples
 
-    def _inputs(self, picked: list[dict], swap: bool):
+    def _swapped(self, row: int) -> np.ndarray:
+        """The patches of a row with each picture replaced by that of another word."""
+        pairs = self.rows.pairs
+        images = []
+        for index in self.rows.plan[row]:
+            others = ((index + step) % len(pairs) for step in range(1, len(pairs)))
+            other = next((i for i in others if pairs[i].text != pairs[index].text), index)
+            images.append(pairs[other].image)
+        return self.rows.process(images).patches
+
+    def _inputs(self, picked: list[dict]):
         shape = (self.batch, self.rows.length)
         arrays = [np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)]
         for array, name in zip(arrays, ("tokens", "segment_ids", "answers"), strict=True):
             for row, source in enumerate(picked):
                 array[row] = source[name]
-        if swap:
-            step = self.rows.patches_per_picture
-            picked = [row | {"patches": np.roll(row["patches"], step, axis=0)} for row in picked]
         items = self.batch * self.rows.most_pictures
         media = join_pictures(
             picked, items * self.rows.patches_per_picture, items, self.rows.patch_size

@@ -59,6 +59,8 @@ def grouped_matmul(
             f"grouped_matmul: weights {weights.shape} [E, K, N] cannot multiply x {x.shape} [M, K]"
         )
     _check_groups("grouped_matmul", x, weights.shape[0], group_sizes)
+    # Rows may be chosen by traced indices, which numpy arrays do not take.
+    x, weights = jax.tree.map(jnp.asarray, (x, weights))
     return form(x, weights, jnp.asarray(group_sizes, jnp.int32))
 
 

@@ -97,7 +97,8 @@ class MXFP4:
             even    floor's, plus 1 if a >= 1.75 * 2^floor(log2 a)          a / scale < 7
 
         Quantising dequantised weights returns their values under each rule; floor and even also
-        return the scale that they chose. A group that holds a NaN or an infinity gets byte 255.
+        return the scale that they chose. Magnitudes above 6 * 2^125 saturate there, the largest
+        that decodes to a finite number. A group that holds a NaN or an infinity gets byte 255.
 
         Args:
             weights: [..., in, out], in a multiple of 32; narrower types than float32 are exact.
@@ -110,9 +111,9 @@ class MXFP4:
         if rule not in RULES:
             raise ValueError(f"mxfp4: rule={rule!r} must be one of {', '.join(RULES)}")
         require_floating("mxfp4", weights=weights)
-        if weights.ndim < 2 or weights.shape[-2] % GROUP:
+        if weights.ndim < 2 or weights.shape[-2] % GROUP or 0 in weights.shape:
             raise ValueError(
-                f"mxfp4: weights {tuple(weights.shape)} must be [..., in, out] with in a multiple "
-                f"of {GROUP}, the group that shares a scale"
+                f"mxfp4: weights {tuple(weights.shape)} must be [..., in, out], not empty, with in "
+                f"a multiple of {GROUP}, the group that shares a scale"
             )
         return cls(*_quantize(weights, rule))

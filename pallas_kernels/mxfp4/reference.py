@@ -39,7 +39,7 @@ def quantize(weights: np.ndarray, rule: str) -> tuple[np.ndarray, np.ndarray]:
     largest = np.abs(groups).max(-1)
     with np.errstate(divide="ignore"):
         exponents = _exponents(largest, rule)
-    exponents = np.clip(exponents, -127, 127)
+    exponents = np.clip(exponents, -127, 125)  # 6 * 2^125 is finite, 6 * 2^126 is not
     scaled = groups / np.exp2(exponents)[..., None]
     distance = np.abs(np.abs(scaled)[..., None] - MAGNITUDES)
     # Of two nearest values the one with an even index; the pairs below never tie three ways.

@@ -115,6 +115,10 @@ def _per_column(group_values: jax.Array) -> jax.Array:
     return repeated.reshape(*group_values.shape[:-1], -1)
 
 
+# Scale byte above which 6 * 2^(scale - 127) is no finite number: larger weights saturate.
+MAX_SCALE = 252
+
+
 def quantize(weights: jax.Array, rule: str) -> tuple[jax.Array, jax.Array]:
     """[..., in, out] -> codes [..., out, in/2], scales [..., out, in/32]."""
     rows = jnp.swapaxes(weights.astype(jnp.float32), -1, -2)
@@ -123,7 +127,7 @@ def quantize(weights: jax.Array, rule: str) -> tuple[jax.Array, jax.Array]:
     magnitude = bits & 0x7FFFFFFF
     largest = magnitude.max(-1)
     exponent = ((largest + CARRY[rule]) >> 23).astype(jnp.int32) - 2
-    scales = jnp.clip(exponent, 0, 254).astype(jnp.uint8)
+    scales = jnp.clip(exponent, 0, MAX_SCALE).astype(jnp.uint8)
     scales = jnp.where(largest >= 0x7F800000, jnp.uint8(255), scales)
     scaled = _divide(magnitude, scales[..., None].astype(jnp.uint32))
     # How many of the seven boundaries lie below: ties go to the even index.

@@ -140,3 +140,11 @@ def test_packed_product_refuses_bad_input():
         grouped_matmul(jnp.zeros((6, 32)), MXFP4(weights.codes, weights.scales[..., 0]), sizes)
     with pytest.raises(ValueError, match=r"group_sizes has shape \(3,\); expected \(2,\)"):
         grouped_matmul(jnp.zeros((6, 32)), weights, jnp.array([2, 3, 1]))
+
+
+def test_numpy_arrays_are_taken():
+    weights = MXFP4.quantize(jax.random.normal(jax.random.key(0), (1, 32, 3)))
+    on_host = MXFP4(np.asarray(weights.codes), np.asarray(weights.scales))
+    expected = grouped_matmul(jnp.ones((2, 32)), weights, jnp.array([2]))
+    found = grouped_matmul(np.ones((2, 32), np.float32), on_host, np.array([2]))
+    np.testing.assert_array_equal(found, expected)

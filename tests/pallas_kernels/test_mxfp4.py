@@ -188,3 +188,23 @@ def test_mxfp4_refuses_bad_input():
         MXFP4(jnp.zeros((4, 16), jnp.uint8), jnp.zeros((4, 1), jnp.int8)).dequantize()
     with pytest.raises(NotImplementedError, match="'mosaic_tpu' is not built"):
         one_group(scale=1).dequantize(implementation="mosaic_tpu")
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even"])
+@pytest.mark.parametrize("value", [2.5e38, 3e38, -3.4e38])
+def test_largest_weights_saturate_at_finite_numbers(rule, value):
+    weights = jnp.zeros((32, 1)).at[0].set(value)
+    packed = MXFP4.quantize(weights, rule=rule)
+    decoded = packed.dequantize(jnp.float32)
+    assert np.isfinite(decoded).all() and abs(float(decoded[0, 0])) >= 2e38
+    again = MXFP4.quantize(decoded, rule=rule).dequantize(jnp.float32)
+    np.testing.assert_array_equal(again, decoded)
+    codes, scales = reference.quantize(np.asarray(weights), rule)
+    np.testing.assert_array_equal(packed.codes, codes)
+    np.testing.assert_array_equal(packed.scales, scales)
+
+
+@pytest.mark.parametrize("shape", [(32, 0), (0, 32, 4), (0, 4)])
+def test_empty_weights_are_refused(shape):
+    with pytest.raises(ValueError, match="not empty"):
+        MXFP4.quantize(jnp.zeros(shape))

@@ -62,6 +62,7 @@ def test_a_file_is_no_folder_of_runs(tmp_path):
     [
         ({"pictures": 1.5}, "data.pictures=1.5 must be in"),
         ({"digits": -0.1}, "data.digits=-0.1 must be in"),
+        ({"pictures": 0.0005}, "data.pictures=0.0005 must be .* in steps of 0.001"),
         ({"pictures": 0.7, "digits": 0.6}, "leave -0.3 for text"),
     ],
 )
