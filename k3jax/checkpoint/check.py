@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from k3jax.checkpoint.errors import show_name
 from k3jax.checkpoint.folder import VISION_PREFIXES, CheckpointFolder
 from k3jax.checkpoint.placement import Placement
 from k3jax.checkpoint.tensors import RowTensor, read_whole
@@ -23,19 +24,19 @@ def find_header_faults(
     """Missing, unknown, misshaped and wrongly typed tensors, from the headers alone."""
     faults = [_missing(folder, name) for name in expected if name not in folder.tensors]
     faults += [
-        f"unknown: {name}{_hint(name, folder, cfg)}"
+        f"unknown: {show_name(name)}{_hint(name, folder, cfg)}"
         for name in folder.tensors
         if name not in expected
     ]
     faults += [
-        f"unknown: {name}, which the index puts into {file} but which is not there"
+        f"unknown: {show_name(name)}, which the index puts into {file} but which is not there"
         for name, file in folder.misplaced.items()
         if name not in expected
     ]
     for name, placement in expected.items():
         if name in folder.tensors:
-            faults += _header_faults(folder, placement)
-    return faults + list(_quantization_faults(folder, cfg))
+            faults += tensor_faults(folder, placement)
+    return faults + list(_width_faults(folder, cfg)) + list(_quantization_faults(folder, cfg))
 
 
 def find_value_faults(
@@ -99,7 +100,8 @@ def _hint(name: str, folder: CheckpointFolder, cfg: K3Config) -> str:
     return ""
 
 
-def _header_faults(folder: CheckpointFolder, placement: Placement) -> Iterator[str]:
+def tensor_faults(folder: CheckpointFolder, placement: Placement) -> Iterator[str]:
+    """What the header of one stored tensor has wrong."""
     name = placement.released
     stored = folder.tensors[name]
     wanted = placement.dtype if placement.dtype == "U8" else "floating point"
@@ -109,6 +111,22 @@ def _header_faults(folder: CheckpointFolder, placement: Placement) -> Iterator[s
     elif stored.dtype != "U8" if wanted == "U8" else stored.dtype not in FLOATS:
         allowed = "U8" if wanted == "U8" else f"{wanted} ({', '.join(FLOATS)})"
         yield f"type: {name} is {stored.dtype}, expected {allowed}"
+
+
+def _width_faults(folder: CheckpointFolder, cfg: K3Config) -> Iterator[str]:
+    """Packed experts with a part of a group at the end of their rows."""
+    if not folder.is_packed or cfg.moe is None:
+        return
+    widths = {
+        "latent_dim" if cfg.moe.latent_dim else "dim": cfg.moe.latent_dim or cfg.dim,
+        "expert_hidden_dim": cfg.moe.expert_hidden_dim,
+    }
+    for name, width in widths.items():
+        if width % GROUP:
+            yield (
+                f"shape: packed experts have an input width of {width} ({name}), which is no "
+                f"multiple of {GROUP}, the group that shares a scale in MXFP4"
+            )
 
 
 def _quantization_faults(folder: CheckpointFolder, cfg: K3Config) -> Iterator[str]:

@@ -2,16 +2,26 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from k3jax.checkpoint.errors import show_name
 from k3jax.checkpoint.folder import INDEX
 from k3jax.checkpoint.hf import check_dtype
-from k3jax.checkpoint.manifest import MANIFEST
+from k3jax.checkpoint.manifest import MANIFEST, is_listable
 from k3jax.checkpoint.save import SHARD_BYTES, count_bytes, write_released
 from k3jax.checkpoint.source import Experts, Source, convert_source, open_source
-from k3jax.checkpoint.staging import Staging, check_target
+from k3jax.checkpoint.staging import (
+    RESERVED_NAMES,
+    Staging,
+    check_target,
+    partial_folder,
+    replaced_folders,
+    resolve_target,
+)
 from k3jax.checkpoint.tensors import FileTensor
 from k3jax.errors import UserError
 
@@ -32,8 +42,9 @@ def convert_hf(
     """Write a checkpoint again with other experts, types or shards.
 
     Tensors that do not change are copied byte for byte, and so are the folder's other files
-    (tokenizer, code). An interrupted conversion leaves `TARGET.partial`; the same call continues
-    there, after checking the checksums of what it finds.
+    (tokenizer, code), except those whose names the checksum list cannot hold or a folder being
+    written needs itself: a warning names them. An interrupted conversion leaves
+    `TARGET.partial`; the same call continues there, after checking the checksums of what it finds.
 
     Args:
         source_path: folder to read.
@@ -52,11 +63,13 @@ def convert_hf(
     check_paths(source_path, target_path, overwrite)
     with open_source(source_path) as source:
         options = {"to": "hf", "experts": experts, "rule": rule, "shard_bytes": shard_bytes}
-        identity = describe_source(source, **options, dtype=str(dtype))
+        others = other_files(Path(source_path))
+        identity = describe_source(source, others, **options, dtype=str(dtype))
         source = convert_source(source, experts=experts, rule=rule, dtype=check_dtype(dtype))
         total = count_bytes(source)
+        num_bytes = total + sum(path.stat().st_size for path in others)
         with Staging(
-            target_path, identity=identity, overwrite=overwrite, num_bytes=total
+            target_path, identity=identity, overwrite=overwrite, num_bytes=num_bytes
         ) as staging:
             progress(staging.num_bytes, total)
             write_released(
@@ -64,35 +77,54 @@ def convert_hf(
                 staging,
                 shard_bytes=shard_bytes,
                 progress=lambda done: progress(done, total),
-                others=other_files(Path(source_path)),
+                others=others,
             )
 
 
 def check_paths(source: str | Path, target: str | Path, overwrite: bool) -> None:
-    """Refuse to write into the source, or what `check_target` refuses.
+    """Refuse to write into the source, be it in passing, or what `check_target` refuses.
 
     Raises:
         UserError: so it is.
     """
-    read, written = Path(source).resolve(), Path(target).resolve()
-    if read == written or read in written.parents or written in read.parents:
-        raise UserError(f"{target} and {source} must not contain each other")
-    check_target(Path(target), overwrite)
+    read, resolved = Path(os.path.realpath(source)), resolve_target(target)
+    for written in (resolved, partial_folder(resolved), *replaced_folders(resolved)):
+        if read == written or read in written.parents or written in read.parents:
+            raise UserError(f"{written} and {source} must not contain each other")
+    check_target(target, overwrite)
 
 
-def describe_source(source: Source, **options: Any) -> str:
-    """A digest of what is converted and how: files, their times, and the options."""
+def describe_source(source: Source, others: Sequence[Path] = (), **options: Any) -> str:
+    """A digest of what is converted and how: files, their times, and the options.
+
+    Args:
+        source: the tensors.
+        others: files that are copied with them.
+        options: what else decides about the result.
+    """
     files = {t.stored.file for t in source.tensors.values() if isinstance(t, FileTensor)}
+    files |= set(others)
     stats = {file.name: (s.st_size, s.st_mtime_ns) for file in files for s in (file.stat(),)}
     facts = [sorted(stats.items()), sorted(options.items()), source.cfg.to_hf()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def other_files(folder: Path) -> list[Path]:
-    """Files of a checkpoint that hold no tensors: tokenizer, processor, code, licence."""
+    """Files of a checkpoint that hold no tensors: tokenizer, processor, code, licence.
+
+    Those that cannot be copied under their names are left out, and a warning says so.
+    """
     written = {INDEX, "config.json", MANIFEST}
-    return [
+    found = [
         path
         for path in sorted(folder.iterdir())
         if path.is_file() and path.suffix != ".safetensors" and path.name not in written
     ]
+    kept = [p for p in found if p.name not in RESERVED_NAMES and is_listable(p.name)]
+    if len(kept) < len(found):
+        left_out = [show_name(path.name) for path in found if path not in kept]
+        warnings.warn(
+            f"{folder}: not copied, rename them if they are needed: {', '.join(left_out)}",
+            stacklevel=3,
+        )
+    return kept

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from k3jax.checkpoint.errors import CheckpointError
+from k3jax.checkpoint.errors import CheckpointError, show_name
 from k3jax.checkpoint.headers import StoredTensor, read_header, read_strict_json
+from k3jax.checkpoint.manifest import is_file_name
 
 PREFIX = "language_model."
 INDEX = "model.safetensors.index.json"
@@ -23,6 +24,8 @@ class CheckpointFolder:
         path: the folder.
         tensors: name without the prefix `language_model.` -> tensor.
         misplaced: name -> file in which the index puts it, but which does not hold it.
+        unindexed: name -> file that holds it, of tensors that the index does not have. They are
+            read like the others.
         files: the safetensors files that can be read, in order.
         faults: what is wrong with the files themselves.
         total_size: bytes that the index says there are, None when it does not.
@@ -31,6 +34,7 @@ class CheckpointFolder:
     path: Path
     tensors: dict[str, StoredTensor]
     misplaced: dict[str, str]
+    unindexed: dict[str, str]
     files: tuple[Path, ...]
     faults: tuple[str, ...]
     total_size: int | None
@@ -72,7 +76,7 @@ def open_folder(path: str | Path) -> CheckpointFolder:
             faults.append(f"{path / INDEX} names files that do not exist: {absent[:5]}")
         files = [file for file in files if file.name not in absent]
     tensors: dict[str, StoredTensor] = {}
-    readable = []
+    readable, unindexed = [], {}
     for file in files:
         try:
             header = read_header(file)
@@ -84,10 +88,12 @@ def open_folder(path: str | Path) -> CheckpointFolder:
             # A name that the index puts into another file is a stray copy here.
             if weight_map.get(name, file.name) != file.name:
                 continue
+            if weight_map and name not in weight_map:
+                unindexed[name] = file.name
             short = name.removeprefix(PREFIX)
             if short in tensors:
                 first = tensors[short].file
-                faults.append(f"{name} is stored twice: in {first} and {file}")
+                faults.append(f"{show_name(name)} is stored twice: in {first} and {file}")
             tensors[short] = tensor
     found = {file.name for file in readable}
     misplaced = {
@@ -95,7 +101,15 @@ def open_folder(path: str | Path) -> CheckpointFolder:
         for name, file in weight_map.items()
         if (short := name.removeprefix(PREFIX)) not in tensors and file in found
     }
-    return CheckpointFolder(path, tensors, misplaced, tuple(readable), tuple(faults), total_size)
+    return CheckpointFolder(
+        path=path,
+        tensors=tensors,
+        misplaced=misplaced,
+        unindexed=unindexed,
+        files=tuple(readable),
+        faults=tuple(faults),
+        total_size=total_size,
+    )
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None] | None:
@@ -113,8 +127,10 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None] | None:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("weight_map is not an object with names")
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"{name} is not put into a file of this folder: {file!r}")
+            if not isinstance(file, str) or not is_file_name(file):
+                raise ValueError(
+                    f"{show_name(name)} is not put into a file of this folder: {file!r}"
+                )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error})") from error
     metadata = document.get("metadata")

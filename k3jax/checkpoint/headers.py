@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from k3jax.checkpoint.errors import CheckpointError
+from k3jax.checkpoint.errors import CheckpointError, show_name
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -56,7 +56,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises:
         CheckpointError: the file cannot be read, is truncated or longer than its header says, or
-            the header is not one: not JSON, a name twice, bytes of no or of two tensors.
+            the header is not one: not JSON in UTF-8, a name twice, metadata that are not texts,
+            bytes of no or of two tensors.
     """
     try:
         with file.open("rb") as stream:
@@ -73,7 +74,9 @@ def _parse(file: Path, size: int, stream) -> dict[str, StoredTensor]:
     document = read_strict_json(stream.read(length))
     if not isinstance(document, dict):
         raise ValueError("the header is not a JSON object")
-    document.pop("__metadata__", None)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__ is not an object of texts")
     begin = 8 + length
     tensors = sorted(
         (_entry(file, name, entry, begin) for name, entry in document.items()),
@@ -83,8 +86,8 @@ def _parse(file: Path, size: int, stream) -> dict[str, StoredTensor]:
     for tensor in tensors:
         if tensor.offset != end:
             raise ValueError(
-                f"the data of {tensor.name} begins at byte {tensor.offset - begin}, not at "
-                f"{end - begin} where the tensor before it ends"
+                f"the data of {show_name(tensor.name)} begins at byte {tensor.offset - begin}, "
+                f"not at {end - begin} where the tensor before it ends"
             )
         end += tensor.num_bytes
     if end != size:
@@ -94,26 +97,41 @@ def _parse(file: Path, size: int, stream) -> dict[str, StoredTensor]:
 
 
 def _entry(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
+    shown = show_name(name)
+    if not _is_unicode(name):
+        raise ValueError(f"the name {shown} holds half a character")
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         start, stop = entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"the entry of {name} is not dtype, shape and data_offsets") from error
+        raise ValueError(f"the entry of {shown} is not dtype, shape and data_offsets") from error
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-        raise ValueError(f"{name} has shape {list(shape)} and data_offsets {[start, stop]}")
+        raise ValueError(f"{shown} has shape {list(shape)} and data_offsets {[start, stop]}")
+    if not isinstance(entry["shape"], list) or not isinstance(dtype, str):
+        raise ValueError(f"{shown} has dtype {dtype!r} and shape {entry['shape']!r}")
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
+        raise ValueError(f"{shown} has the unknown dtype {dtype!r}")
     tensor = StoredTensor(file, name, dtype, shape, begin + start)
     if stop - start != tensor.num_bytes:
         raise ValueError(
-            f"{name} {dtype} {list(shape)} needs {tensor.num_bytes} bytes, its data_offsets "
+            f"{shown} {dtype} {list(shape)} needs {tensor.num_bytes} bytes, its data_offsets "
             f"{[start, stop]} give {stop - start}"
         )
     return tensor
 
 
-def read_strict_json(text: bytes | str) -> Any:
-    """JSON in which no object has a key twice.
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_strict_json(text: bytes) -> Any:
+    """JSON in UTF-8 without a mark at its start, in which no object has a key twice.
+
+    NaN and infinities, which JSON does not have, are refused too.
 
     Raises:
         ValueError: it is not.
@@ -127,7 +145,13 @@ def read_strict_json(text: bytes | str) -> Any:
             raise ValueError(f"{twice!r} stands twice")
         return found
 
-    return json.loads(text, object_pairs_hook=refuse_duplicates)
+    def refuse_constant(name: str):
+        raise ValueError(f"{name} is not JSON")
+
+    # Text, not bytes: from bytes the parser would guess UTF-16 and UTF-32.
+    return json.loads(
+        text.decode("utf-8"), object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant
+    )
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:

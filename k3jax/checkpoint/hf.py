@@ -1,6 +1,7 @@
 """Load a checkpoint in the released layout: config.json and safetensors."""
 
 import concurrent.futures
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import reduce
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import meshes
-from k3jax.checkpoint.errors import CheckpointError
+from k3jax.checkpoint.errors import CheckpointError, list_faults
 from k3jax.checkpoint.place import place_variable, variable_sharding
 from k3jax.checkpoint.placement import Placement
 from k3jax.checkpoint.source import Experts, Source, convert_source, num_workers, open_source
@@ -43,8 +44,9 @@ def load_hf(
         path: folder with `config.json` and either one or more `*.safetensors` files or an index
             file that names them. Names may carry the prefix `language_model.` or not.
         dtype: type of the parameters; None keeps what is stored. Parameters that the release
-            stores in float32 (decay, convolutions, output-norm weights, balancing bias) stay
-            float32.
+            stores in float32 (decay, convolutions, output-norm weights, balancing bias) are
+            float32. Layers that share one scanned variable have one type: stored in several, they
+            are kept in the one that holds all of them, and a warning says so.
         experts: "packed" keeps routed experts in MXFP4 (quantising those stored as numbers, scale
             rule "even"), "dequantized" makes trained arrays of them, "auto" takes them as stored.
         rules: which mesh axes a logical dimension is cut along; by default those of
@@ -95,6 +97,8 @@ def build_model(
     shardings = {
         name: variable_sharding(name, variable, rules) for name, variable in variables.items()
     }
+    if dtype is None:
+        _warn_of_mixed_types(variables, parts)
     values: dict[str, jax.Array] = {}
     with concurrent.futures.ThreadPoolExecutor(num_workers()) as pool:
         for name, variable in variables.items():
@@ -104,6 +108,21 @@ def build_model(
                 variable.shape, wanted, parts[name], sharding, pool, progress
             )
     return fill_model(abstract, values)
+
+
+def _warn_of_mixed_types(variables: dict[str, nnx.Variable], parts: Parts) -> None:
+    mixed = []
+    for name, variable in variables.items():
+        types = sorted({str(tensor.dtype) for _, tensor in parts[name]})
+        if len(types) > 1:
+            kept = variable_type(variable, parts[name], None)
+            mixed.append(f"{name} is stored in several types ({', '.join(types)}); kept as {kept}")
+    if mixed:
+        warnings.warn(
+            f"{len(mixed)} variables change type, and save_hf writes them so (convert_hf copies "
+            f"exactly):{list_faults(mixed)}",
+            stacklevel=4,
+        )
 
 
 def abstract_source(source: Source) -> K3:

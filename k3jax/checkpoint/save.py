@@ -43,8 +43,10 @@ def save_hf(
 ) -> None:
     """Write safetensors shards, their index, `config.json` and `SHA256SUMS`.
 
-    The folder appears when all of it is on disk. What was loaded and not changed comes out byte
-    for byte. On an accelerator one layer at a time is copied to the host.
+    The folder appears when all of it is on disk. What was loaded in the types of the release and
+    not changed comes out byte for byte; a type that `load_hf` changed (it warns of layers stored
+    in several) stays changed, where `convert_hf` copies exactly. On an accelerator one layer at a
+    time is copied to the host.
 
     Args:
         model: the model.
@@ -61,7 +63,7 @@ def save_hf(
         UserError: the folder is taken, the disk is too small, an unknown choice, experts that
             cannot be packed, or a model with arrays of other processes.
     """
-    check_target(Path(path), overwrite)
+    check_target(path, overwrite)
     source = convert_source(
         model_source(model), experts=experts, rule=rule, dtype=check_dtype(dtype)
     )
@@ -185,7 +187,7 @@ def write_released(
     staging.add(INDEX, json.dumps(index, indent=2) + "\n")
     staging.add("config.json", json.dumps(config, indent=2) + "\n")
     for path in others:
-        staging.add(path.name, path.read_bytes())
+        staging.copy(path)
     write_manifest(staging.folder, {name: digest for name, (_, digest) in staging.files.items()})
     staging.commit()
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from k3jax.checkpoint.check import find_header_faults, find_value_faults
+from k3jax.checkpoint.check import find_header_faults, find_value_faults, tensor_faults
 from k3jax.checkpoint.errors import CheckpointError, list_faults
 from k3jax.checkpoint.folder import CheckpointFolder, FileReader, open_folder
 from k3jax.checkpoint.names import placements, with_decay_shape
@@ -68,12 +68,11 @@ def open_source(path: str | Path) -> Iterator[Source]:
         cfg = dataclasses.replace(cfg, vision=None)
     expected = {p.released: p for p in placements(cfg, packed=folder.is_packed)}
     faults = find_header_faults(folder, cfg, expected)
-    bad = {fault.split()[1].rstrip(":") for fault in faults}
     with FileReader() as reader:
         tensors: dict[str, RowTensor] = {
             name: FileTensor(reader, folder.tensors[name])
             for name in expected
-            if name in folder.tensors and name not in bad
+            if name in folder.tensors and not any(tensor_faults(folder, expected[name]))
         }
         faults += find_value_faults(
             tensors, {name: expected[name] for name in tensors}, num_workers()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from k3jax.checkpoint.check import decay_fault, find_header_faults, is_scale, scale_fault
+from k3jax.checkpoint.errors import show_name
 from k3jax.checkpoint.folder import INDEX, FileReader, open_folder
 from k3jax.checkpoint.headers import NUMPY_TYPES, StoredTensor
 from k3jax.checkpoint.manifest import read_manifest, sha256
@@ -41,9 +42,9 @@ def verify_hf(
 ) -> Verification:
     """Read every byte of a checkpoint in the released layout and report all that is wrong.
 
-    Checked are: the files and the index; missing, unknown, misshaped and wrongly typed tensors;
-    numbers that are not finite, scale bytes that mean NaN and padding that is not zero; the
-    checksums of `SHA256SUMS` where that file exists.
+    Checked are: the files and the index, which must name every tensor; missing, unknown, misshaped
+    and wrongly typed tensors; numbers that are not finite, scale bytes that mean NaN and padding
+    that is not zero; the checksums of `SHA256SUMS` where that file exists.
 
     Args:
         path: the folder.
@@ -68,6 +69,10 @@ def verify_hf(
         faults.append(
             f"{INDEX}: total_size {folder.total_size} but the tensors have {stored} bytes"
         )
+    faults += [
+        f"index: {show_name(name)} is stored in {file} but {INDEX} does not have it"
+        for name, file in folder.unindexed.items()
+    ]
     recorded = read_manifest(path)
     total = sum(file.stat().st_size for file in folder.files)
     by_file: dict[Path, list[StoredTensor]] = {file: [] for file in folder.files}
@@ -134,7 +139,7 @@ class _ValueCheck:
     """Looks at the rows of one tensor."""
 
     def __init__(self, stored: StoredTensor, expected: dict[str, Placement]):
-        self._name = stored.name
+        self._name = show_name(stored.name)
         self._placement = expected.get(stored.name.removeprefix("language_model."))
         self._is_scale = stored.dtype == "U8" and is_scale(stored.name)
         self._kept: list[np.ndarray] = []
@@ -174,7 +179,7 @@ def _checksum_faults(
 ) -> Iterator[str]:
     for name, digest in recorded.items():
         if not (path / name).is_file():
-            yield f"checksum: {name} is missing"
+            yield f"checksum: {show_name(name)} is missing"
         elif (digests.get(name) or sha256(path / name)) != digest:
             yield f"checksum: {name} has other contents than were recorded"
     for name in digests.keys() - recorded.keys():

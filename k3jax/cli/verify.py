@@ -1,6 +1,7 @@
 """`k3jax verify`: is everything of a checkpoint there, and as it was written?"""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +36,7 @@ class Verify:
             raise UserError(f"{self.target} is a {target.kind}; name a folder with weights")
         faults = self._verify_run() if target.kind == "run" else self._verify_checkpoint()
         for fault in faults:
-            print(fault)
+            print(printable(fault))
         if faults:
             print(f"{self.target}: {len(faults)} faults")
         return FAULTY if faults else 0
@@ -74,6 +75,12 @@ class Verify:
                 progress.update(sum(path.stat().st_size for path in files), total)
         print(f"{self.target}: checkpoints {', '.join(map(str, steps))}, {total:,} bytes read")
         return tuple(faults)
+
+
+def printable(text: str) -> str:
+    """`text` with what the terminal cannot show escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,12 +7,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import k3jax
+from k3jax.checkpoint.convert import convert_hf
 from k3jax.checkpoint.errors import CheckpointError
 from k3jax.checkpoint.folder import INDEX
 from k3jax.checkpoint.headers import encode_header, read_header
+from k3jax.checkpoint.names import placements
+from k3jax.checkpoint.verify import verify_hf
 from tests.golden_cases import golden_case
 from tests.released_files import copy_checkpoint, random_tensors, write_checkpoint
-from tests.small_configs import two_layers
+from tests.small_configs import pattern_config, two_layers
 
 SCALE = "layers.3.block_sparse_moe.experts.5.w2.weight_scale"
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
@@ -56,6 +59,17 @@ BAD_FILES = {
         b'{"a": ' + json.dumps(entry(0, 4)).encode() + b', "a": {}}',
         "'a' stands twice",
     ),
+    "type in a list": ({"a": entry(0, 4, dtype=["F32"])}, r"a has dtype \['F32'\]"),
+    "type in an object": ({"a": entry(0, 4, dtype={})}, r"a has dtype \{\}"),
+    "shape in an object": (
+        {"a": {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]}},
+        r"shape \{\}",
+    ),
+    "half a character": ({"\ud800": entry(0, 4)}, r"'\\ud800' holds half a character"),
+    "UTF-16": (json.dumps({"a": entry(0, 8, shape=(2,))}).encode("utf-16"), "utf-8"),
+    "byte order mark": (b"\xef\xbb\xbf{}", "BOM"),
+    "NaN": (b'{"__metadata__": {"format": NaN}}', "NaN is not JSON"),
+    "metadata of numbers": (b'{"__metadata__": {"format": 1}}', "not an object of texts"),
     "nested without end": (b"[" * 100_000, "not a readable"),
 }
 
@@ -150,6 +164,38 @@ def test_index_that_is_not_one_is_refused(packed, text):
     (packed / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match="not a safetensors index"):
         k3jax.load_hf(packed)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "", "..", "\ud800", "a\0b"])
+def test_index_with_an_impossible_file_name_is_refused(packed, name):
+    (packed / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"not a safetensors index .*a is not put into"):
+        k3jax.load_hf(packed)
+
+
+def test_blank_tensor_names_are_named(packed):
+    edit(packed / SECOND, lambda t: t.update({"": np.zeros(1), " ": np.zeros(1)}))
+    with pytest.raises(CheckpointError, match="unknown: ''") as caught:
+        k3jax.load_hf(packed)
+    assert "unknown: ' '" in str(caught.value)
+
+
+@pytest.mark.parametrize("width", ["moe_latent_dim", "moe_expert_hidden_dim"])
+def test_packed_experts_with_a_part_of_a_group_are_one_fault(tmp_path, width):
+    sizes = {"moe_latent_dim": 32, "moe_expert_hidden_dim": 32} | {width: 48}
+    cfg = pattern_config("KM", block=1, **sizes)
+    tensors = {
+        p.released: np.zeros(p.shape, np.uint8 if p.dtype == "U8" else np.float32)
+        for p in placements(cfg, packed=True)
+    }
+    folder = write_checkpoint(tmp_path / "a", cfg, tensors)
+    (fault,) = verify_hf(folder).faults
+    assert "input width of 48" in fault and "no multiple of 32" in fault
+    for experts in ("auto", "dequantized"):
+        with pytest.raises(CheckpointError, match="input width of 48"):
+            k3jax.load_hf(folder, experts=experts)
+        with pytest.raises(CheckpointError, match="input width of 48"):
+            convert_hf(folder, tmp_path / "b", experts=experts)
 
 
 def test_all_unreadable_files_are_named(packed):

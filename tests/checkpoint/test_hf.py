@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import k3jax
+from k3jax.checkpoint.convert import convert_hf
 from k3jax.checkpoint.hf import CheckpointError
 from k3jax.nn.parameters import named_variables
-from tests.released_files import random_tensors, write_checkpoint
+from tests.released_files import random_tensors, stored_bytes, write_checkpoint
 from tests.small_configs import pattern_config, previous_family, two_layers
 
 A_LOG = "model.layers.0.self_attn.A_log"
@@ -190,3 +191,19 @@ def test_config_of_another_model_reports_the_difference(tensors, tmp_path):
     (folder / "config.json").write_text(json.dumps(other.to_hf()))
     with pytest.raises(CheckpointError, match=r"shape: model\.embed_tokens\.weight is \[40, 24\]"):
         k3jax.load_hf(folder)
+
+
+def test_layers_of_one_variable_in_several_types_are_kept_with_a_warning(tmp_path):
+    cfg = pattern_config("KMKMKM", block=2)
+    tensors = random_tensors(cfg)
+    names = [n for n in tensors if n.endswith("input_layernorm.weight")]
+    name = names[-1]
+    tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    folder = write_checkpoint(tmp_path / "a", cfg, tensors)
+    with pytest.warns(UserWarning, match=r"types \(bfloat16, float32\); kept as float32"):
+        k3jax.load_hf(folder)
+    convert_hf(folder, tmp_path / "b")
+    written = {
+        n.removeprefix("language_model."): t for n, t in stored_bytes(tmp_path / "b").items()
+    }
+    assert written == stored_bytes(folder)

@@ -1,5 +1,7 @@
 """`verify`: every kind of fault is found and named, and a whole checkpoint has none."""
 
+import contextlib
+import io
 import json
 
 import ml_dtypes
@@ -11,6 +13,7 @@ import k3jax
 from k3jax.checkpoint.folder import INDEX
 from k3jax.checkpoint.manifest import MANIFEST
 from k3jax.checkpoint.verify import count_non_finite, verify_hf
+from k3jax.cli.verify import Verify, printable
 from tests.golden_cases import golden_case
 from tests.released_files import copy_checkpoint
 
@@ -88,6 +91,26 @@ def test_recorded_checksums_are_compared(stored, tmp_path):
     (target / MANIFEST).write_text("what\n")
     with pytest.raises(k3jax.errors.UserError, match=r"SHA256SUMS:1: not a line"):
         verify_hf(target)
+
+
+def test_index_that_lacks_a_tensor_is_a_fault(stored):
+    index = json.loads((stored / INDEX).read_text())
+    del index["weight_map"][NORM]
+    (stored / INDEX).write_text(json.dumps(index))
+    (fault,) = verify_hf(stored).faults
+    assert fault == f"index: {NORM} is stored in {SECOND} but {INDEX} does not have it"
+    k3jax.load_hf(stored)
+
+
+def test_names_that_no_terminal_shows_are_printed(stored, capsys):
+    index = json.loads((stored / INDEX).read_text())
+    index["weight_map"]["\ud800"] = SECOND
+    (stored / INDEX).write_text(json.dumps(index))
+    assert Verify(target=stored).run() == 1
+    assert "unknown: '\\ud800'" in capsys.readouterr().out
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with contextlib.redirect_stdout(shown):
+        assert printable("é\udcff") == "\\xe9\\udcff"
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
