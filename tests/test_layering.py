@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Layer -> the layers it may import besides itself. `k3jax.errors` holds exception types only and
-# may be imported by everything in k3jax.
+# Layer -> the layers it may import besides itself. `k3jax.errors` holds exception types and what
+# their messages need; it may be imported by everything in k3jax.
 BASE = {"meshes", "pallas_kernels", "k3jax.config", "k3jax.precision", "k3jax.media"}
 OPS = BASE | {"k3jax.ops"}
 NN = OPS | {"k3jax.nn"}

@@ -8,10 +8,12 @@ from k3jax.chat import controls
 from k3jax.chat.markup import Tag, read_tag
 from k3jax.chat.messages import AssistantMessage, Content, MediaItem, Message, Turn
 from k3jax.chat.parser import StreamParser
-from k3jax.chat.vocabulary import Vocabulary
-from k3jax.errors import UserError
+from k3jax.chat.reading import MAX_SIDE
+from k3jax.chat.vocabulary import Vocabulary, read_ids
+from k3jax.errors import UserError, describe
 
-_IMAGE = re.compile(r"image (\d+)x(\d+)")
+_IMAGE = re.compile(r"image ([1-9][0-9]{0,9})x([1-9][0-9]{0,9})")
+_INDEX = re.compile(r"[0-9]{1,10}")
 
 
 class Conversation(NamedTuple):
@@ -34,7 +36,7 @@ def read_conversation(ids: Sequence[int], vocabulary: Vocabulary) -> Conversatio
     """
     messages: list[Message] = []
     begin = 0
-    ids = [int(token) for token in ids]
+    ids = read_ids(ids)
     for position, token in enumerate(ids):
         if token == vocabulary.end_of_message_id:
             where = f"message {len(messages)} of the conversation"
@@ -55,13 +57,13 @@ def _read_message(ids: list[int], vocabulary: Vocabulary, where: str) -> Message
     closing = [vocabulary.close_id, *vocabulary.encode("message"), vocabulary.separator_id]
     body = ids[end:-1]
     if role not in ("system", "user", "tool") or body[-len(closing) :] != closing:
-        raise UserError(f"{where} has the role {role!r}, or no closing tag of a message")
+        raise UserError(f"{where} has the role {describe(role)}, or no closing tag of a message")
     attributes = {key: header.attributes.get(key) for key in ("name", "type", "tool")}
     index = header.attributes.get("index", "")
     return Turn(
         role=role,
         content=_read_content(body[: -len(closing)], vocabulary, where),
-        index=int(index) if index.isdecimal() else None,
+        index=int(index) if _INDEX.fullmatch(index) else None,
         **attributes,
     )
 
@@ -102,10 +104,16 @@ def _read_content(ids: list[int], vocabulary: Vocabulary, where: str) -> Content
     # Of four control ids the text before is outside, then come size, nothing, nothing.
     for start in range(0, len(found), 4):
         before, description = pieces[start : start + 2]
-        size = _IMAGE.fullmatch(description)
-        if size is None:
+        if description == "video":
             content.append(MediaItem(timestamp=before))
             continue
+        match = _IMAGE.fullmatch(description)
+        size = (int(match[1]), int(match[2])) if match else None
+        if size is None or max(size) > MAX_SIDE:
+            raise UserError(
+                f"{where} holds media described as {describe(description)}; expected video or "
+                "image <width>x<height>"
+            )
         content += [before] if before else []
-        content.append(MediaItem(size=(int(size[1]), int(size[2]))))
+        content.append(MediaItem(size=size))
     return tuple(content) + ((pieces[-1],) if pieces[-1] else ())

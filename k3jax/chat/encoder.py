@@ -10,7 +10,7 @@ from k3jax.chat.messages import AssistantMessage, Call, Content, MediaItem, Turn
 from k3jax.chat.options import effort_body, response_format_body, tool_choice_body, tools_body
 from k3jax.chat.reading import MediaSizes, read_messages
 from k3jax.chat.vocabulary import Vocabulary
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 
 REVISIONS = ("newest", "older")
 
@@ -94,8 +94,8 @@ def encode(
     Raises:
         UserError: naming the message or option that cannot be written.
     """
-    if revision not in REVISIONS:
-        raise UserError(f"revision={revision!r} must be one of {REVISIONS}")
+    if not isinstance(revision, str) or revision not in REVISIONS:
+        raise UserError(f"revision={describe(revision)} must be one of {REVISIONS}")
     sizes = MediaSizes(media_sizes)
     read = read_messages(messages, revision, sizes)
     sizes.check_all_used()
@@ -195,7 +195,8 @@ def _write_assistant(writer: SegmentWriter, message: AssistantMessage, thinking:
 
 
 def _write_call(writer: SegmentWriter, call: Call, number: int) -> None:
-    writer.open("call", [("tool", call.tool), ("index", call.index or str(number))])
+    index = str(number) if call.index is None else call.index
+    writer.open("call", [("tool", call.tool), ("index", index)])
     if call.raw is not None:
         writer.target = False  # the model never writes such a block itself
         writer.open("json", [("type", "object")])

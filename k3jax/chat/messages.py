@@ -73,9 +73,14 @@ class Call:
         return {argument.key: argument.value for argument in self.arguments}
 
     def to_dict(self) -> dict[str, Any]:
-        """The call in the form of the OpenAI API; literals keep their characters."""
+        """The call in the form of the OpenAI API; literals keep their characters.
+
+        An index that is not the usual one is kept too, as a string, which `encode` reads.
+        """
         text = self.raw if self.raw is not None else write_object(self.arguments)
         call = {"type": "function", "function": {"name": self.tool, "arguments": text}}
+        if self.index is not None:
+            call["index"] = self.index
         return call if self.id is None else {"id": self.id, **call}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3jax.chat.schema import check_schema, compact_json
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 
 EFFORTS = ("low", "high", "max")  # the wording advertises `medium`, the released encoder refuses it
 
@@ -25,6 +25,7 @@ EFFORT = (
     "Now the system is invoked with `thinking_effort={}`."
 )
 TOOL_CHOICE = "The system is invoked with `tool_choice={}`.\nYou MUST {} in the next message."
+TOOL_CHOICES = {"auto": None, "required": "call tools", "none": "NOT call any tools"}
 RESPONSE_FORMAT = (
     "The system is invoked with `response_format={}`.\n"
     "Your response must be raw JSON data without markdown code blocks (```json) "
@@ -50,25 +51,27 @@ def tools_body(tools: Sequence[dict], where: str, *, added: bool) -> str:
     for number, tool in enumerate(tools):
         name = _check_tool(tool, f"{where}[{number}]", added)
         if added and name in names:
-            raise UserError(f"{where}[{number}] repeats the name {name!r}")
+            raise UserError(f"{where}[{number}] repeats the name {describe(name)}")
         names.add(name)
     return _fenced(MORE_TOOLS if added else TOOLS, compact_json(tools, where))
 
 
 def _check_tool(tool: Any, where: str, added: bool) -> str:
     if not isinstance(tool, dict):
-        raise UserError(f"{where} must be an object with type and function, got {tool!r}")
+        raise UserError(f"{where} must be an object with type and function, got {describe(tool)}")
     kind = tool.get("type", "function")
     if not isinstance(kind, str) or (kind != "function" and added):
-        raise UserError(f"{where}.type is {kind!r}; only functions can be declared here")
+        raise UserError(f"{where}.type is {describe(kind)}; only functions can be declared here")
     if kind != "function":
         return kind  # a kind of tool that the server defines: no schema of ours
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise UserError(f"{where}.function must be an object with a name, got {function!r}")
+        raise UserError(f"{where}.function must be an object with a name, got {describe(function)}")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise UserError(f"{where}.function.name must be a string that is not empty, got {name!r}")
+        raise UserError(
+            f"{where}.function.name must be a string that is not empty, got {describe(name)}"
+        )
     if added and not _TOOL_NAME.fullmatch(name):
         raise UserError(
             f"{where}.function.name {name[:300]!r} must be a letter or _, then at most 255 "
@@ -76,7 +79,9 @@ def _check_tool(tool: Any, where: str, added: bool) -> str:
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise UserError(f"{where}.function.description must be a string, got {description!r}")
+        raise UserError(
+            f"{where}.function.description must be a string, got {describe(description)}"
+        )
     if function.get("parameters") is not None:
         check_schema(function["parameters"], f"{where}.function.parameters")
     return name
@@ -84,24 +89,24 @@ def _check_tool(tool: Any, where: str, added: bool) -> str:
 
 def effort_body(effort: str) -> str:
     """Body of a `thinking-effort` message."""
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise UserError(
-            f"thinking_effort={effort!r} is not supported; use one of {EFFORTS}, or None for no "
-            "message about effort"
+            f"thinking_effort={describe(effort)} is not supported; use one of {EFFORTS}, or "
+            "None for no message about effort"
         )
     return EFFORT.format(effort)
 
 
 def tool_choice_body(choice: str | dict | None) -> str | None:
     """Body of a `tool-choice` message; None where the released encoder writes none."""
-    if choice is None or choice == "auto" or isinstance(choice, dict):
+    if choice is None or isinstance(choice, dict):
         return None  # a named function has no official wording
-    if choice == "required":
-        return TOOL_CHOICE.format(choice, "call tools")
-    if choice == "none":
-        return TOOL_CHOICE.format(choice, "NOT call any tools")
+    if isinstance(choice, str) and choice in TOOL_CHOICES:
+        duty = TOOL_CHOICES[choice]
+        return None if duty is None else TOOL_CHOICE.format(choice, duty)
     raise UserError(
-        f"tool_choice={choice!r} must be 'auto', 'none', 'required' or an object naming a function"
+        f"tool_choice={describe(choice)} must be 'auto', 'none', 'required' or an object "
+        "naming a function"
     )
 
 
@@ -122,7 +127,7 @@ def response_format_body(response_format: str | dict | None) -> str | None:
         check_schema(schema, where)
         return _fenced(RESPONSE_FORMAT.format(kind) + SCHEMA, compact_json(schema, where))
     raise UserError(
-        f"response_format={response_format!r} must be an object whose type is 'text', "
+        f"response_format={describe(response_format)} must be an object whose type is 'text', "
         "'json_object' or 'json_schema' (with the schema under json_schema)"
     )
 

@@ -13,7 +13,8 @@ from k3jax.chat.markup import Tag, read_tag
 from k3jax.chat.messages import AssistantMessage
 from k3jax.chat.text_stream import TextStream
 from k3jax.chat.tool_checks import required_arguments
-from k3jax.chat.vocabulary import Vocabulary
+from k3jax.chat.vocabulary import Vocabulary, read_ids
+from k3jax.errors import describe
 
 MAX_TAG = 4096  # ids of one tag
 
@@ -78,12 +79,16 @@ class StreamParser:
         return self._state == "ended"
 
     def push(self, ids: Iterable[int]) -> list[Event]:
-        """Read further ids. Raises for no integers, in the vocabulary or not."""
+        """Read further ids; one that is not in the vocabulary is an error of the output.
+
+        Raises:
+            UserError: an id is not an integer; then none is read.
+        """
+        ids = read_ids(ids)
         events = self._log.begin()
         texts = self._vocabulary.texts
         num_ordinary = len(texts)
         for token in ids:
-            token = int(token)
             self._ids.append(token)
             if not 0 <= token < num_ordinary:
                 self._read_control(token)
@@ -159,7 +164,7 @@ class StreamParser:
             elif token == vocabulary.end_of_message_id:
                 self._end_message(token)
             else:
-                name = vocabulary.control_name(token) or f"id {token}"
+                name = vocabulary.control_name(token) or f"id {describe(token)}"
                 self._error(f"{name} where there is no place for it", (token,))
 
     def _drop_tag(self, reason: str) -> None:

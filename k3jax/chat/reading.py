@@ -8,9 +8,10 @@ from k3jax.chat import arguments as args
 from k3jax.chat.arguments import Revision
 from k3jax.chat.messages import AssistantMessage, Call, Content, MediaItem, Message, Turn
 from k3jax.chat.options import tools_body
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_SIDE = 2**31 - 1  # pixels; `Media.sizes` holds int32
 
 
 class Result(NamedTuple):
@@ -25,7 +26,12 @@ class MediaSizes:
     """Hands out sizes to the images that do not state their own, in order."""
 
     def __init__(self, sizes: Iterable[Sequence[int]] | None):
-        self.sizes = None if sizes is None else list(sizes)
+        try:
+            self.sizes = None if sizes is None else list(sizes)
+        except TypeError:
+            raise UserError(
+                f"media_sizes={describe(sizes)} must be a list of (width, height)"
+            ) from None
         self.used = 0
 
     def take(self, where: str) -> Sequence[int]:
@@ -121,9 +127,11 @@ def _role(message: Any, where: str) -> str:
         raise UserError(f"{where} must be an object with a role, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where} has the unknown role {role!r}; roles are {', '.join(ROLES)}")
+        raise UserError(
+            f"{where} has the unknown role {describe(role)}; roles are {', '.join(ROLES)}"
+        )
     if message.get("tools") and role not in ("system", "developer"):
-        raise UserError(f"{where}: only a system message can add tools, not role {role!r}")
+        raise UserError(f"{where}: only a system message can add tools, not role {describe(role)}")
     # The released encoder knows no developer and drops it; servers write a system message.
     return "system" if role == "developer" else role
 
@@ -132,7 +140,9 @@ def _string(message: dict, key: str, where: str) -> str | None:
     """A text field; None if it is absent, null or empty."""
     value = message.get(key)
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where}.{key} must be a string, got {type(value).__name__} {value!r}")
+        raise UserError(
+            f"{where}.{key} must be a string, got {type(value).__name__} {describe(value)}"
+        )
     return value or None
 
 
@@ -151,8 +161,21 @@ def _turn(message: dict, where: str, role: str, sizes: MediaSizes) -> Turn:
 def _result(message: dict, where: str, sizes: MediaSizes) -> Result:
     tool = _string(message, "tool", where) or _string(message, "name", where)
     turn = Turn(role="tool", content=_content(message, where, None), tool=tool)
-    call_id = message.get("tool_call_id", message.get("id"))
-    return Result(turn, None if call_id is None else str(call_id), where)
+    key = "tool_call_id" if "tool_call_id" in message else "id"
+    return Result(turn, _call_id(message, key, where), where)
+
+
+def _call_id(holder: dict, key: str, where: str) -> str | None:
+    """The opaque name of a call; an integer counts as its digits."""
+    value = holder.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        if isinstance(value, int):
+            return str(value)
+    except ValueError:  # more digits than Python writes
+        pass
+    raise UserError(f"{where}.{key} must be a string, got {describe(value)}")
 
 
 def _content(message: dict, where: str, sizes: MediaSizes | None) -> Content:
@@ -173,18 +196,25 @@ def _content(message: dict, where: str, sizes: MediaSizes | None) -> Content:
         kind = part.get("type")
         if kind == "text":
             if not isinstance(part.get("text"), str):
-                raise UserError(f"{place}.text must be a string, got {part.get('text')!r}")
+                raise UserError(f"{place}.text must be a string, got {describe(part.get('text'))}")
             read.append(part["text"])
-        elif kind not in ("image", "image_url", "video"):
-            raise UserError(f"{place} has the unknown type {kind!r}; use text, image or image_url")
+        elif not isinstance(kind, str) or kind not in ("image", "image_url", "video"):
+            raise UserError(
+                f"{place} has the unknown type {describe(kind)}; use text, image or image_url"
+            )
         elif sizes is None:
             raise UserError(f"{place} is of type {kind}; only user messages hold media")
         elif kind == "video":
             read += _video(part, place)
         else:
-            source = part.get("image", part.get("image_url"))
+            source = _source(part.get("image", part.get("image_url")))
             read.append(MediaItem(size=_image_size(part, source, place, sizes), source=source))
     return tuple(read)
+
+
+def _source(given: Any) -> Any:
+    """What `process_media` takes; the OpenAI API wraps an address as `{"url": ...}`."""
+    return given["url"] if isinstance(given, dict) and "url" in given else given
 
 
 def _image_size(part: dict, source: Any, where: str, sizes: MediaSizes) -> tuple[int, int]:
@@ -195,11 +225,14 @@ def _image_size(part: dict, source: Any, where: str, sizes: MediaSizes) -> tuple
         size = sizes.take(where)
     try:
         width, height = size
-        if int(width) != width or int(height) != height or width < 1 or height < 1:
+        whole = int(width), int(height)
+        if whole != (width, height) or min(whole) < 1 or max(whole) > MAX_SIDE:
             raise ValueError
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: size {size!r} must be (width, height), each 1 or more") from None
-    return int(width), int(height)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(
+            f"{where}: size {describe(size)} must be (width, height), each in 1..{MAX_SIDE}"
+        ) from None
+    return whole
 
 
 def _video(part: dict, where: str) -> list[MediaItem]:
@@ -210,7 +243,7 @@ def _video(part: dict, where: str) -> list[MediaItem]:
             f"{where} is a video, whose prompt is known of the predecessor only: give 'timestamps',"
             " one text for each chunk of frames"
         )
-    return [MediaItem(timestamp=stamp, source=part.get("video")) for stamp in stamps]
+    return [MediaItem(timestamp=stamp, source=_source(part.get("video"))) for stamp in stamps]
 
 
 def _assistant(
@@ -247,20 +280,21 @@ def _assistant(
 def _call(call: Any, where: str, revision: Revision) -> Call:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise UserError(f"{where} must be an object with a function, got {call!r}")
+        raise UserError(f"{where} must be an object with a function, got {describe(call)}")
     name = function.get("name")
     if not isinstance(name, str):
-        raise UserError(f"{where}.function.name must be a string, got {name!r}")
+        raise UserError(f"{where}.function.name must be a string, got {describe(name)}")
     given = function.get("arguments")
-    call_id = call.get("id")
-    read = Call(tool=name, id=None if call_id is None else str(call_id))
+    # A string is what a parser read; servers number the parts of a stream by integers.
+    index = call.get("index") if isinstance(call.get("index"), str) else None
+    read = Call(tool=name, id=_call_id(call, "id", where), index=index)
     where = f"{where}.function.arguments"
     try:
         if given is None or given == "":
             return read
         if isinstance(given, dict):
             if not all(isinstance(key, str) for key in given):
-                raise ValueError(f"the keys {list(given)} are not all strings")
+                raise ValueError(f"the keys {describe(list(given))} are not all strings")
             return dataclasses.replace(read, arguments=args.from_values(given))
         if not isinstance(given, str):
             raise TypeError(f"expected an object or JSON text, got {type(given).__name__}")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
@@ -31,7 +31,7 @@ def _check_keys(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, member in value.items():
             if not isinstance(key, str):
-                raise UserError(f"{where} has the key {key!r}; JSON keys are strings")
+                raise UserError(f"{where} has the key {describe(key)}; JSON keys are strings")
             _check_keys(member, where)
     elif isinstance(value, (list, tuple)):
         for member in value:
@@ -65,9 +65,7 @@ def _check(schema: Any, where: str) -> None:
 
 
 def _refusal(where: str, expected: str, found: Any) -> UserError:
-    shown = repr(found)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return UserError(f"{where} must be {expected}, got {type(found).__name__} {shown}")
+    return UserError(f"{where} must be {expected}, got {type(found).__name__} {describe(found)}")
 
 
 def _expect(holds: bool, where: str, expected: str, found: Any) -> None:
@@ -90,7 +88,11 @@ def _schemas(value: Any, where: str) -> None:
 def _named_schemas(value: Any, where: str) -> None:
     _expect(isinstance(value, dict), where, "an object of schemas", value)
     for name, schema in value.items():
-        _check(schema, f"{where}.{name}")
+        _check(schema, _inside(where, name))
+
+
+def _inside(where: str, name: Any) -> str:
+    return f"{where}.{name if isinstance(name, str) else describe(name)}"
 
 
 def _items(value: Any, where: str) -> None:
@@ -100,7 +102,7 @@ def _items(value: Any, where: str) -> None:
 def _dependencies(value: Any, where: str) -> None:
     _expect(isinstance(value, dict), where, "an object", value)
     for name, needed in value.items():
-        (_names if isinstance(needed, (list, tuple)) else _check)(needed, f"{where}.{name}")
+        (_names if isinstance(needed, (list, tuple)) else _check)(needed, _inside(where, name))
 
 
 def _names(value: Any, where: str) -> None:
@@ -111,7 +113,7 @@ def _names(value: Any, where: str) -> None:
 def _name_lists(value: Any, where: str) -> None:
     _expect(isinstance(value, dict), where, "an object of lists of strings", value)
     for name, needed in value.items():
-        _names(needed, f"{where}.{name}")
+        _names(needed, _inside(where, name))
 
 
 def _list(value: Any, where: str) -> None:
@@ -123,8 +125,9 @@ def _string(value: Any, where: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)  # of any size
 
 
 def _number(value: Any, where: str) -> None:

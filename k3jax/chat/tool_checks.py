@@ -16,10 +16,14 @@ def required_arguments(tools: Sequence[dict]) -> dict[str, frozenset[str]]:
     tools_body(tools, "tools", added=False)
     required: dict[str, frozenset[str]] = {}
     for tool in tools:
-        function = tool.get("function", {})
-        parameters = function.get("parameters") or {}
+        kind = tool.get("type", "function")
+        if kind != "function":  # the server defines it: its kind is its name
+            required[kind] = frozenset()
+            continue
+        function = tool["function"]
+        parameters = function.get("parameters")
         names = parameters.get("required", ()) if isinstance(parameters, dict) else ()
-        required[function.get("name")] = frozenset(names)
+        required[function["name"]] = frozenset(names)
     return required
 
 

@@ -6,13 +6,14 @@ import binascii
 import functools
 import hashlib
 import importlib.util
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from k3jax.chat import bpe, controls
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 
 NUM_BYTES = 256
 RELEASED_FILE = "tiktoken.model"
@@ -47,8 +48,10 @@ class Vocabulary(abc.ABC):
 
     def control_id(self, name: str) -> int:
         """Id of a control token, for example `<|end_of_msg|>`."""
-        if name not in controls.CONTROL_OFFSETS:
-            raise UserError(f"no control token is named {name!r}; k3jax.chat.CONTROL_NAMES has all")
+        if not isinstance(name, str) or name not in controls.CONTROL_OFFSETS:
+            raise UserError(
+                f"no control token is named {describe(name)}; k3jax.chat.CONTROL_NAMES has all"
+            )
         return self.num_ordinary + controls.CONTROL_OFFSETS[name]
 
     def control_name(self, token: int) -> str | None:
@@ -67,7 +70,7 @@ class Vocabulary(abc.ABC):
             return self._tokens[token]
         name = self.control_name(token)
         if name is None:
-            raise UserError(f"id {token} is outside the vocabulary of {self.size} tokens")
+            raise UserError(f"id {describe(token)} is outside the vocabulary of {self.size} tokens")
         return name.encode()
 
     def token_text(self, token: int) -> str | None:
@@ -85,7 +88,19 @@ class Vocabulary(abc.ABC):
             ids: integers.
             errors: what to do with bytes that are not UTF-8, as in `bytes.decode`.
         """
-        return b"".join(self.token_bytes(int(token)) for token in ids).decode(errors=errors)
+        return b"".join(map(self.token_bytes, read_ids(ids))).decode(errors=errors)
+
+
+def read_ids(ids: Iterable[int]) -> list[int]:
+    """Integers of any kind, NumPy's included, as Python's.
+
+    Raises:
+        UserError: `ids` holds anything else; text and floats are not converted.
+    """
+    try:
+        return list(map(operator.index, ids))
+    except TypeError as error:
+        raise UserError(f"ids must be integers: {error}") from None
 
 
 def _whole_text(raw: bytes) -> str | None:
@@ -147,7 +162,7 @@ class TiktokenVocabulary(Vocabulary):
             bpe.piece_pattern()  # says now, not at the first text, that a package is missing
             self._encode_block = bpe.BytePairMerges(ranks).encode
         else:
-            raise UserError(f"merges={merges!r} must be 'auto', 'tiktoken' or 'python'")
+            raise UserError(f"merges={describe(merges)} must be 'auto', 'tiktoken' or 'python'")
 
     @classmethod
     def from_file(

@@ -8,6 +8,7 @@ from k3jax.errors import UserError
 from k3jax.media.container import Media
 
 MAX_SIDE = 512  # patches along one side of an item: the reach of the rotary tables
+SMALLEST_ITEM = 4  # patches: one token
 
 
 def is_known(x) -> bool:
@@ -21,8 +22,9 @@ def check_media(media: Media, vision: VisionConfig | None) -> None:
     """Refuse what cannot be computed: shapes always, grids where they are known.
 
     Raises:
-        UserError: the model has no vision tower; patches of another size; a side that is odd or
-            above 512; more frames than the model knows; grids that disagree with the patches.
+        UserError: the model has no vision tower; no array; patches of another size, or too few
+            for any item; a side that is odd or above 512; more frames than the model knows; grids
+            that disagree with the patches.
     """
     if vision is None:
         raise UserError(
@@ -31,10 +33,21 @@ def check_media(media: Media, vision: VisionConfig | None) -> None:
         )
     if not isinstance(media, Media):
         raise UserError(f"media must be k3jax.media.Media, got {type(media).__name__}")
+    for name in ("patches", "grids"):
+        value = getattr(media, name)
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise UserError(
+                f"media.{name} is a {type(value).__name__}; pass an array (np.asarray makes one)"
+            )
     side = vision.patch_size
     if media.patches.ndim != 4 or media.patches.shape[1:] != (3, side, side):
         raise UserError(
             f"media.patches is {media.patches.shape}; this model reads [L, 3, {side}, {side}]"
+        )
+    if media.patches.shape[0] < SMALLEST_ITEM:
+        raise UserError(
+            f"media.patches is {media.patches.shape}, in which no item fits; for tokens without "
+            "media leave media=None"
         )
     if media.grids.ndim != 2 or media.grids.shape[1] != 3 or media.grids.shape[0] < 1:
         raise UserError(f"media.grids is {media.grids.shape}; expected [N, 3], N at least 1")

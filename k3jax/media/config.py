@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 
 BackgroundPattern = Literal["white", "black", "gray", "chessboard"]
 FillStage = Literal["before_resize", "after_resize"]
@@ -15,6 +16,8 @@ FillStage = Literal["before_resize", "after_resize"]
 _VIDEO_PROMPT_KEYS = {"timestamp_mode", "in_patch_limit_video", "max_num_frames_each_video"}
 # Keys that must be null: the mode they turn on resizes every picture to one number of tokens.
 _NULL_KEYS = {"fixed_output_tokens", "fixed_output_tokens_each_frame"}
+
+_LARGEST = 3.4e38  # just below the largest float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,15 +33,18 @@ class TransparentBackground:
     def __post_init__(self):
         patterns = ("white", "black", "gray", "chessboard")
         if self.pattern not in patterns:
-            raise UserError(f"pattern={self.pattern!r} must be one of {', '.join(patterns)}")
+            raise UserError(
+                f"pattern={describe(self.pattern)} must be one of {', '.join(patterns)}"
+            )
         if not _is_count(self.chessboard_square_size):
             raise UserError(
-                f"chessboard_square_size={self.chessboard_square_size!r} must be a positive integer"
+                f"chessboard_square_size={describe(self.chessboard_square_size)} must be a "
+                "positive integer"
             )
         for name in ("chessboard_white_value", "chessboard_gray_value"):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= 255:
-                raise UserError(f"{name}={value!r} must be an integer in 0..255")
+                raise UserError(f"{name}={describe(value)} must be an integer in 0..255")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,16 +91,20 @@ class MediaConfig:
 
     def __post_init__(self):
         for name in ("image_mean", "image_std"):
-            values = tuple(getattr(self, name))
-            if len(values) != 3 or not all(map(math.isfinite, values)):
-                raise UserError(f"{name}={values} must be three finite numbers")
-            object.__setattr__(self, name, values)
+            object.__setattr__(self, name, _three_numbers(getattr(self, name), name))
         if 0 in self.image_std:
             raise UserError(f"image_std={self.image_std} must not hold 0")
+        for mean, std in zip(self.image_mean, self.image_std):
+            centred = max(abs(mean), abs(1 - mean))
+            if max(centred, centred / abs(std)) > _LARGEST:
+                raise UserError(
+                    f"image_mean={self.image_mean} and image_std={self.image_std} give values "
+                    "beyond float32"
+                )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and not _is_count(value):
-                raise UserError(f"{field.name}={value!r} must be a positive integer")
+                raise UserError(f"{field.name}={describe(value)} must be a positive integer")
         if self.merge_kernel_size != 2:
             raise UserError(f"merge_kernel_size={self.merge_kernel_size} must be 2")
         if self.patch_limit_on_one_side % 2:
@@ -102,11 +112,17 @@ class MediaConfig:
                 f"patch_limit_on_one_side={self.patch_limit_on_one_side} must be even, since "
                 "sides are padded to even numbers of patches"
             )
-        if not (math.isfinite(self.sample_fps) and self.sample_fps > 0):
-            raise UserError(f"sample_fps={self.sample_fps!r} must be a positive number")
+        if not (is_number(self.sample_fps) and self.sample_fps > 0):
+            raise UserError(f"sample_fps={describe(self.sample_fps)} must be a positive number")
+        background = self.transparent_bg_config
+        if background is not None and not isinstance(background, TransparentBackground):
+            raise UserError(
+                f"transparent_bg_config={describe(background)} must be a TransparentBackground or "
+                "None"
+            )
         if self.transparent_bg_fill_stage not in ("before_resize", "after_resize"):
             raise UserError(
-                f"transparent_bg_fill_stage={self.transparent_bg_fill_stage!r} must be "
+                f"transparent_bg_fill_stage={describe(self.transparent_bg_fill_stage)} must be "
                 "'before_resize' or 'after_resize'"
             )
 
@@ -117,15 +133,19 @@ class MediaConfig:
         Raises:
             UserError: a key is unknown, or a value is not supported.
         """
-        values = dict(document.get("media_proc_cfg", document))
+        _expect_object(document, "preprocessor_config")
+        values = document.get("media_proc_cfg", document)
+        _expect_object(values, "media_proc_cfg")
+        values = dict(values)
         for key in _NULL_KEYS & values.keys():
             value = values.pop(key)
             if value is not None:
-                raise UserError(f"media_proc_cfg.{key}={value!r} must be null")
+                raise UserError(f"media_proc_cfg.{key}={describe(value)} must be null")
         for key in _VIDEO_PROMPT_KEYS & values.keys():
             del values[key]
         background = values.get("transparent_bg_config")
         if background is not None:
+            _expect_object(background, "transparent_bg_config")
             _refuse_unknown(background, TransparentBackground, "transparent_bg_config")
             values["transparent_bg_config"] = TransparentBackground(**background)
         _refuse_unknown(values, cls, "media_proc_cfg")
@@ -136,10 +156,34 @@ class MediaConfig:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value < 2**63
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite real number, as Python or NumPy write them."""
+    try:
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        return is_real and math.isfinite(value)
+    except OverflowError:  # an integer beyond the floats
+        return False
+
+
+def _three_numbers(given: Any, name: str) -> tuple[float, float, float]:
+    values = tuple(given) if isinstance(given, Iterable) else ()
+    if len(values) != 3 or not all(map(is_number, values)):
+        raise UserError(f"{name}={describe(given)} must be three finite numbers")
+    return tuple(map(float, values))
+
+
+def _expect_object(value: Any, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where} must be an object with settings, got {describe(value)}")
 
 
 def _refuse_unknown(values: Mapping[str, Any], kind: type, where: str) -> None:
-    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(kind)})
+    known = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(
+        key if isinstance(key, str) else describe(key) for key in values.keys() - known
+    )
     if unknown:
         raise UserError(f"{where} holds unknown keys {', '.join(unknown)}")

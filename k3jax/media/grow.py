@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 from k3jax.media.buckets import round_up
 from k3jax.media.container import Media
 
@@ -71,7 +71,7 @@ def grow_placeholders(
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
     if pad_side not in ("left", "right"):
-        raise UserError(f"pad_side={pad_side!r} must be 'left' or 'right'")
+        raise UserError(f"pad_side={describe(pad_side)} must be 'left' or 'right'")
     segment_ids = _beside(np.ones_like(tokens) if segment_ids is None else segment_ids, tokens)
     labels = None if labels is None else _beside(labels, tokens)
     features = count_features(media_or_grids)

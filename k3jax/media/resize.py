@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from PIL import Image
 
-from k3jax.errors import UserError
+from k3jax.errors import UserError, describe
 from k3jax.media.config import MediaConfig, TransparentBackground
 from k3jax.media.sizes import ResizePlan
 
@@ -36,7 +36,7 @@ def render(image: Image.Image, plan: ResizePlan, config: MediaConfig, name: str)
         uint8 [plan.height + pad_height, plan.width + pad_width, 3], black where padded.
 
     Raises:
-        UserError: the mode has no conversion to RGB.
+        UserError: the mode has no conversion to RGB, or not with its entry `transparency`.
     """
     size = (plan.width, plan.height)
     try:
@@ -45,9 +45,11 @@ def render(image: Image.Image, plan: ResizePlan, config: MediaConfig, name: str)
         if config.transparent_bg_fill_stage == "before_resize":
             image = _fill_background(image, config.transparent_bg_config)
         rgb = np.asarray(_fill_background(_resize(image, size), config.transparent_bg_config))
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
+        colour = image.info.get("transparency")
+        stated = "" if colour is None else f" and info['transparency']={describe(colour)}"
         raise UserError(
-            f"{name} has mode {image.mode}, which does not convert to RGB: {error}"
+            f"{name} has mode {image.mode}{stated}, which does not convert to RGB: {error}"
         ) from error
     padded = np.zeros((plan.height + plan.pad_height, plan.width + plan.pad_width, 3), np.uint8)
     padded[: plan.height, : plan.width] = rgb
@@ -76,7 +78,7 @@ def _fill_background(image: Image.Image, background: TransparentBackground | Non
     """RGB; alpha over the background is float32 arithmetic truncated to uint8."""
     if image.mode == "RGB":
         return image
-    has_alpha = "A" in image.getbands() or "transparency" in image.info
+    has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
     if not has_alpha:
         return image.convert("RGB")
     rgba = image.convert("RGBA")

@@ -84,7 +84,10 @@ def _read_data_url(url: str, name: str) -> bytes:
     head, comma, payload = url.partition(",")
     if not comma:
         raise UserError(f"{name} has no comma between its type and its data")
-    data = urllib.parse.unquote_to_bytes(payload)
+    try:
+        data = urllib.parse.unquote_to_bytes(payload)
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} holds half a surrogate pair, which is no text: {error}") from None
     if not head.lower().rstrip().endswith(";base64"):
         return data
     try:

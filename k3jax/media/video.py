@@ -5,14 +5,13 @@ know video. What happens here follows the public processor of its predecessor.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from k3jax.errors import UserError
-from k3jax.media.config import MediaConfig
+from k3jax.errors import UserError, describe
+from k3jax.media.config import MediaConfig, is_number
 from k3jax.media.sources import BytesSource, describe_source, open_source
 
 
@@ -35,9 +34,11 @@ class Video:
         if (self.frames is None) == (self.file is None):
             raise UserError("a Video has either frames or a file")
         if self.fps is not None and self.file is not None:
-            raise UserError(f"fps={self.fps!r} goes with frames; a file states its own rate")
-        if self.fps is not None and not (math.isfinite(self.fps) and self.fps > 0):
-            raise UserError(f"fps={self.fps!r} must be a positive number")
+            raise UserError(
+                f"fps={describe(self.fps)} goes with frames; a file states its own rate"
+            )
+        if self.fps is not None and not (is_number(self.fps) and self.fps > 0):
+            raise UserError(f"fps={describe(self.fps)} must be a positive number")
 
 
 def choose_frames(num_frames: int, fps: float | None, sample_fps: float) -> np.ndarray:
@@ -68,11 +69,15 @@ def sample_frames(
     if video.file is not None:
         return _sample_file(video.file, name, config)
     frames = video.frames
-    if not hasattr(frames, "__len__") or isinstance(frames, str | bytes):
+    try:
+        num_frames = -1 if isinstance(frames, str | bytes | Mapping) else len(frames)
+    except TypeError:  # also an array without axes
+        num_frames = -1
+    if num_frames < 0 or not hasattr(frames, "__getitem__"):
         raise UserError(f"{name}: frames is a {type(frames).__name__}; pass a list of images")
-    if not len(frames):
+    if not num_frames:
         raise UserError(f"{name} has no frames")
-    chosen = choose_frames(len(frames), video.fps, config.sample_fps)
+    chosen = choose_frames(num_frames, video.fps, config.sample_fps)
     return len(chosen), ((f"{name}, frame {index}", frames[index]) for index in chosen.tolist())
 
 

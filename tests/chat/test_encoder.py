@@ -229,7 +229,7 @@ def test_images_are_one_placeholder_with_their_size():
     assert ids.count(BYTES.media_pad_id) == 2  # what the user typed is none
     assert [(item.size, item.source) for item in encoded.media] == [
         ((640, 480), "a.png"),
-        ((1, 2), {"url": "data:"}),
+        ((1, 2), "data:"),
     ]
     read = chat.read_conversation(ids, BYTES).messages[0].content
     assert read == (parts[0]["text"], *(chat.MediaItem(size=item.size) for item in encoded.media))
