@@ -14,6 +14,8 @@ _PUBLIC = {
     "init": "k3jax.model",
     "next_token_loss": "k3jax.model",
     "trace": "k3jax.model",
+    "pack_experts": "k3jax.model",
+    "unpack_experts": "k3jax.model",
     "load_run": "k3jax.train.restore",
     "load_hf": "k3jax.checkpoint.hf",
     "save_hf": "k3jax.checkpoint.save",

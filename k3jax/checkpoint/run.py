@@ -50,7 +50,7 @@ class RunCheckpoints:
             raise ValueError(f"keep={keep} must be at least 2: one may be damaged")
         self.folder = Path(folder).absolute()
         self.rejected_folder = self.folder.with_name(self.folder.name + "_rejected")
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each save at INFO/WARNING
+        quieten()
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -170,6 +170,11 @@ class RunCheckpoints:
         self._manager.reload()
 
 
+def quieten() -> None:
+    """Hide what the storage library reports of its own files at each call, also as warnings."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
 def read_latest(
     folder: Path,
     abstract: dict,
@@ -190,6 +195,7 @@ def read_latest(
     Raises:
         ValueError: a whole checkpoint holds other arrays than `abstract`.
     """
+    quieten()
     for step in reversed(stored_steps(folder)):
         checkpoint = Path(folder).absolute() / str(step)
         problem = find_damage(checkpoint)

@@ -69,6 +69,8 @@ def parse_config(
     """
     if not isinstance(document, Mapping):
         raise ConfigError(f"{origin}: expected a JSON object, found {type(document).__name__}")
+    if isinstance(document.get("model"), Mapping) and "train" in document:
+        raise ConfigError(f"{origin} is the config.json of a run; k3jax.load_run loads its model")
     family = document.get("model_type")
     if family not in tuple(LAYOUT):  # any JSON value, hashable or not
         raise ConfigError(

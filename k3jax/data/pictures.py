@@ -22,7 +22,9 @@ SIZE = (MAX_CHARACTERS * CELL, CELL)  # (width, height) of every picture
 FONT_SIZE = 24.0
 BASELINE = 21  # rows from the top; descenders and underscores end above row 28
 
-_WORD = re.compile(rb"(?<!\w)[A-Za-z_]\w{2,%d}(?!\w)" % (MAX_CHARACTERS - 1))
+# Words of the scripts that the font draws: Latin with its accents, Greek, Cyrillic.
+_LETTER = "A-Za-zÀ-ɏΆ-ϿЀ-ӿ"
+_WORD = re.compile(rf"(?<!\w)[{_LETTER}_][{_LETTER}_0-9]{{2,{MAX_CHARACTERS - 1}}}(?!\w)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +44,16 @@ def split_words(corpus: Corpus, held_out_fraction: float) -> tuple[list[str], li
         UserError: the corpus has fewer than two such words.
     """
     found = {
-        word.decode()
+        word
         for documents in (corpus.train, corpus.held_out)
         for index in range(len(documents.names))
-        for word in _WORD.findall(documents.document(index).tobytes())
+        for word in _WORD.findall(documents.document(index).tobytes().decode(errors="replace"))
     }
     if len(found) < 2:
         raise UserError(
-            f"{corpus.source} has {len(found)} words of 3 to {MAX_CHARACTERS} letters; pictures "
-            "need two at least. Train on text alone with --data.pictures 0"
+            f"{corpus.source} has {len(found)} words of 3 to {MAX_CHARACTERS} letters to draw "
+            "(Latin, Greek, Cyrillic), and pictures need two; train on text alone with "
+            "--data.pictures 0"
         )
     words = sorted(found, key=lambda word: hashlib.sha256(word.encode()).digest())
     cut = max(1, int(held_out_fraction * len(words)))

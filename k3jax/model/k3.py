@@ -107,12 +107,18 @@ class K3(nnx.Module):
             logits [B, T, W] float32 (T of the grown tokens); caches after these tokens, or None;
             statistics, or None when not asked for or when the model has no experts.
         """
+        check_shapes(tokens, segment_ids)
         tokens, segment_ids = enter_media(self.cfg, tokens, segment_ids, media)
-        found = self.run(
-            tokens, segment_ids, caches, media, statistics=statistics, remat=remat, scan=scan
+        return _forward(
+            self,
+            tokens,
+            segment_ids,
+            media,
+            caches,
+            statistics=statistics,
+            remat=remat,
+            scan=scan,
         )
-        logits = self.logits(found.hidden, found.poison)
-        return logits, found.caches, self._statistics(found.collected, tokens, segment_ids)
 
     def run(
         self,
@@ -181,7 +187,8 @@ class K3(nnx.Module):
             return logits
         return jnp.where(poison[:, None, None], jnp.nan, logits)
 
-    def _statistics(self, collected, tokens, segment_ids) -> RouterStatistics | None:
+    def router_statistics(self, collected, tokens, segment_ids) -> RouterStatistics | None:
+        """What `run` collected about the routers, or None where it collected nothing."""
         counts = stack_collected(collected, "expert_counts")
         if counts is None:
             return None
@@ -213,6 +220,8 @@ def check_shapes(tokens, segment_ids) -> None:
     for name, array in (("tokens", tokens), ("segment_ids", segment_ids)):
         if array is None:
             continue
+        if isinstance(array, Media):
+            raise UserError(f"{name} is Media; pass it as media=...")
         array = array if hasattr(array, "dtype") else np.asarray(array)
         is_integer = np.issubdtype(array.dtype, np.integer) or (
             name == "segment_ids" and array.dtype == np.bool_
@@ -231,6 +240,15 @@ def check_shapes(tokens, segment_ids) -> None:
                 raise UserError(f"{name} holds {large[0]}, which is no 32-bit integer")
 
 
+def _forward_arrays(model, tokens, segment_ids, media, caches, *, statistics, remat, scan):
+    found = model.run(
+        tokens, segment_ids, caches, media, statistics=statistics, remat=remat, scan=scan
+    )
+    logits = model.logits(found.hidden, found.poison)
+    return logits, found.caches, model.router_statistics(found.collected, tokens, segment_ids)
+
+
+_forward = debug.compiled(_forward_arrays, static_argnames=("statistics", "remat", "scan"))
 _logits = debug.compiled(lambda model, *inputs: model.forward(*inputs)[0])
 
 

@@ -2,8 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from k3jax.errors import UserError
 from k3jax.media import Media
+from k3jax.model import debug
 from k3jax.model.k3 import K3, check_shapes
 from k3jax.model.media import enter_media
 from k3jax.model.stack import Remat
@@ -35,15 +38,19 @@ def next_token_loss(
     segment_ids: jax.Array | None = None,
     media: Media | None = None,
     *,
+    targets: jax.Array | None = None,
     remat: Remat = "none",
 ) -> tuple[jax.Array, dict]:
     """Mean cross entropy, in nats, of each token given those before it in its segment.
 
     Args:
-        model: the model; `jax.grad` over it (or its `nnx.Param` part) works.
+        model: the model; `jax.grad` over it (or its `nnx.Param` part, where experts are packed)
+            works.
         tokens: [B, T] int32.
         segment_ids: [B, T] int32, 0 = padding.
         media: see `K3.__call__`; the positions of its features are no targets.
+        targets: [B, T] bool, the tokens to predict (those of `chat.encode(...).targets`, say);
+            with media of the grown tokens. None: all of them.
         remat: see `K3.forward`.
 
     Returns:
@@ -53,9 +60,21 @@ def next_token_loss(
     """
     check_shapes(tokens, segment_ids)
     tokens, segment_ids = enter_media(model.cfg, tokens, segment_ids, media)
+    if targets is not None and np.shape(targets) != np.shape(tokens):
+        raise UserError(
+            f"targets {np.shape(targets)} must have the shape of tokens {np.shape(tokens)}; with "
+            "media, grow both first (k3jax.media.grow_placeholders)"
+        )
+    return _loss(model, tokens, segment_ids, media, targets, remat=remat)
+
+
+def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat):
+    tokens = jnp.asarray(tokens)
     logits, _, statistics = model.forward(tokens, segment_ids, media, statistics=True, remat=remat)
     ignored = None if media is None else model.cfg.media_placeholder_id
     mask = target_mask(tokens, segment_ids, ignored)
+    if targets is not None:
+        mask &= targets[:, 1:].astype(jnp.bool_)
     with jax.named_scope("cross_entropy"):
         losses = jnp.where(mask, token_losses(logits, tokens), 0.0)
         num_targets = mask.sum(dtype=jnp.int32)
@@ -67,3 +86,6 @@ def next_token_loss(
         "statistics": statistics,
     }
     return loss, metrics
+
+
+_loss = debug.compiled(_loss_arrays, static_argnames=("remat",))

@@ -46,8 +46,15 @@ def read_data(config: TrainConfig, model: K3Config) -> TrainingData:
         )
     sources, held_out_pictures = {"text": train}, None
     if shares["pictures"] or shares["digits"]:
-        pictures, held_out_pictures = _pictures(config, model, corpus, shares)
-        sources |= pictures
+        try:
+            pictures, held_out_pictures = _pictures(config, model, corpus, shares)
+            sources |= pictures
+        except UserError as error:
+            if config.data.pictures is not None or config.data.digits:
+                raise
+            # Nobody asked for pictures: a text that has none trains alone, and says so.
+            shares = {"text": 1.0}
+            corpus = dataclasses.replace(corpus, notes=(*corpus.notes, f"no pictures: {error}"))
     # Held-out rows do not depend on the seed: runs with other seeds are measured alike.
     return TrainingData(
         corpus,

@@ -118,7 +118,8 @@ class RunDirectory:
         for key in ("train", "model", "corpus"):
             if not isinstance(described, dict) or not isinstance(described.get(key), dict):
                 raise UserError(
-                    f"{self.config_file} has no table {key!r}: not written by k3jax train"
+                    f"{self.config_file} has no table {key!r}: not written by k3jax train (a "
+                    "checkpoint in the released layout is loaded by k3jax.load_hf)"
                 )
         described.setdefault("resumed", [])
         return described

@@ -120,3 +120,12 @@ def test_digits_come_from_scikit_learn_or_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UserError, match=r"pip install 'k3jax\[digits\]', or --data.digits 0"):
         Digits()
+
+
+def test_words_of_other_scripts_are_drawn_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("schön слово λόγος naïve 漢字漢字 " * 9, encoding="utf-8")
+    shown, unseen = split_words(load_corpus(str(tmp_path)), 0.3)
+    assert set(shown) | set(unseen) == {"schön", "слово", "λόγος", "naïve"}
+    rows = PictureRows(TextPictures(shown + unseen), length=64, patch_size=14)
+    row = rows[0]
+    assert vocabulary.decode(row["tokens"][row["answers"] & (row["segment_ids"] == 1)]) in shown

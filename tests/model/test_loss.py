@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import k3jax
+from k3jax.errors import UserError
+from k3jax.media import Media
 from tests.small_configs import pattern_config, quick_jit, random_tokens, randomized, two_layers
 from tests.tolerances import assert_close
 
@@ -79,3 +81,17 @@ def test_model_without_experts_has_no_statistics():
     model = randomized(pattern_config("K", block=1))
     _, metrics = quick_jit(k3jax.next_token_loss)(model, random_tokens(model.cfg, 1, 4))
     assert metrics["statistics"] is None
+
+
+def test_chosen_targets():
+    model = k3jax.init(pattern_config("KM", block=1), jax.random.key(0))
+    tokens = np.arange(8, dtype=np.int32)[None]
+    targets = np.array([[0, 0, 0, 1, 0, 1, 1, 0]], bool)
+    loss, metrics = k3jax.next_token_loss(model, tokens, targets=targets)
+    every = k3jax.next_token_loss(model, tokens)[1]["token_losses"]
+    assert int(metrics["num_targets"]) == 3
+    np.testing.assert_allclose(loss, np.asarray(every)[0, [2, 4, 5]].mean(), rtol=1e-6)
+    with pytest.raises(UserError, match=r"targets .* must have the shape of tokens"):
+        k3jax.next_token_loss(model, tokens, targets=targets[:, 1:])
+    with pytest.raises(UserError, match="pass it as media="):
+        k3jax.next_token_loss(model, tokens, Media(patches=None, grids=None, sizes=None))
