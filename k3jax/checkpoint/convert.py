@@ -14,9 +14,9 @@ from k3jax.checkpoint.hf import check_dtype
 from k3jax.checkpoint.manifest import MANIFEST, is_listable
 from k3jax.checkpoint.save import SHARD_BYTES, count_bytes, write_released
 from k3jax.checkpoint.source import Experts, Source, convert_source, open_source
-from k3jax.checkpoint.staging import (
+from k3jax.checkpoint.staging import Staging
+from k3jax.checkpoint.target import (
     RESERVED_NAMES,
-    Staging,
     check_target,
     partial_folder,
     replaced_folders,

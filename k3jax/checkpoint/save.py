@@ -18,8 +18,9 @@ from k3jax.checkpoint.manifest import write_manifest
 from k3jax.checkpoint.names import placements, released_name
 from k3jax.checkpoint.shards import Shard, Stopped, plan_shards, tensor_bytes, write_shard
 from k3jax.checkpoint.source import Experts, Source, convert_source
-from k3jax.checkpoint.staging import Staging, check_target
+from k3jax.checkpoint.staging import Staging
 from k3jax.checkpoint.stored_config import stored_config
+from k3jax.checkpoint.target import check_target
 from k3jax.checkpoint.tensors import ArrayTensor
 from k3jax.errors import UserError
 from k3jax.model import K3

@@ -16,15 +16,21 @@ import shutil
 import threading
 from pathlib import Path
 
-from k3jax.checkpoint.manifest import MAX_NAME_BYTES, sha256
+from k3jax.checkpoint.manifest import sha256
+from k3jax.checkpoint.target import (
+    JOURNAL,
+    JOURNAL_DRAFT,
+    LOCK,
+    RANDOM_BYTES,
+    REPLACED,
+    check_target,
+    clear_up,
+    partial_folder,
+    read_journal,
+    replaced_folder,
+)
 from k3jax.errors import UserError
 
-JOURNAL = "journal.json"
-JOURNAL_DRAFT = JOURNAL + ".tmp"
-LOCK = ".lock"
-RESERVED_NAMES = (JOURNAL, JOURNAL_DRAFT, LOCK)  # no file of the result is called so
-PARTIAL, REPLACED = ".partial", ".replaced-"
-RANDOM_BYTES = 4
 COPIED_BYTES = 1 << 22  # in memory at once
 
 Digests = dict[str, list]  # file name -> [size, SHA-256]
@@ -119,7 +125,7 @@ class Staging:
             raise
         self._committed = True
         _sync(self.target.parent)
-        _clear_up(self.target, old)
+        clear_up(self.target, old)
 
     def _move_target_aside(self) -> Path | None:
         if not self.target.exists():
@@ -136,7 +142,7 @@ class Staging:
 
     def _restore_replaced(self, overwrite: bool) -> None:
         """Undo the first half of an exchange that was interrupted."""
-        old = _replaced_folder(self.target, _read_journal(self.folder))
+        old = replaced_folder(self.target, read_journal(self.folder))
         if old is not None and not self.target.exists():
             os.rename(old, self.target)
             check_target(self.target, overwrite)
@@ -159,10 +165,10 @@ class Staging:
         if self.folder.is_symlink() or not self.folder.is_dir():
             return False
         names = {entry.name for entry in self.folder.iterdir()}
-        return _read_journal(self.folder) is not None or not names - {LOCK, JOURNAL_DRAFT}
+        return read_journal(self.folder) is not None or not names - {LOCK, JOURNAL_DRAFT}
 
     def _continue_or_clear(self) -> None:
-        journal = _read_journal(self.folder)
+        journal = read_journal(self.folder)
         try:
             if journal and self._identity is not None and journal["identity"] == self._identity:
                 self.units = {
@@ -197,126 +203,6 @@ class Staging:
         journal = {"identity": self._identity, "units": self.units, "replaced": self._replaced}
         temporary.write_text(json.dumps(journal))
         os.replace(temporary, self.folder / JOURNAL)
-
-
-def _read_journal(folder: Path) -> dict | None:
-    """The journal of a folder; None when it has none, or one that is not ours."""
-    try:
-        journal = json.loads((folder / JOURNAL).read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    is_ours = isinstance(journal, dict) and {"identity", "units"} <= journal.keys()
-    return journal if is_ours else None
-
-
-def _replaced_folder(target: Path, journal: dict | None) -> Path | None:
-    """Where the journal says that the former target waits, if it does."""
-    name = (journal or {}).get("replaced")
-    stem = target.name + REPLACED
-    if not isinstance(name, str) or not name.startswith(stem):
-        return None
-    old = target.with_name(stem + Path(name.removeprefix(stem)).name)
-    return old if old.is_dir() and not old.is_symlink() else None
-
-
-def replaced_folders(target: Path) -> list[Path]:
-    """The former target, moved aside by a commit that was interrupted, if there is one."""
-    journals = map(_read_journal, (target, partial_folder(target)))
-    found = (_replaced_folder(target, journal) for journal in journals)
-    return [old for old in found if old is not None]
-
-
-def _clear_up(target: Path, old: Path | None) -> None:
-    """The end of a commit. The journal goes last: it knows about the rest."""
-    if old is not None:
-        shutil.rmtree(old)
-    (target / LOCK).unlink(missing_ok=True)
-    (target / JOURNAL).unlink(missing_ok=True)
-
-
-def _finish_commit(target: Path) -> None:
-    """Do the rest of a commit that was interrupted after the folder had taken its place."""
-    journal, lock = _read_journal(target), target / LOCK
-    if journal is None:
-        return
-    if lock.is_file():
-        _refuse_running(target)
-    _clear_up(target, _replaced_folder(target, journal))
-
-
-def partial_folder(target: Path) -> Path:
-    """Where a target is written."""
-    return target.with_name(target.name + PARTIAL)
-
-
-def resolve_target(target: str | Path) -> Path:
-    """The folder that is written, links followed.
-
-    Raises:
-        UserError: there cannot be such a folder.
-    """
-    if "\0" in str(target):
-        raise UserError(f"{str(target)!r} cannot be the name of a folder")
-    folder = Path(os.path.realpath(target))
-    longest = folder.name + REPLACED + "0" * (2 * RANDOM_BYTES)
-    for part in (*folder.parts[:-1], longest):
-        if len(os.fsencode(part)) > MAX_NAME_BYTES:
-            raise UserError(
-                f"{target}: the name {part[:20]}... is too long; with what is added while the "
-                f"folder is written, {MAX_NAME_BYTES} bytes are allowed"
-            )
-    if folder.is_symlink():
-        raise UserError(f"{target} is a link that leads back to itself")
-    try:
-        above = next(path for path in folder.parents if path.exists())
-    except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror})") from error
-    if not above.is_dir():
-        raise UserError(f"{target} cannot be made: {above} is a file")
-    return folder
-
-
-def check_target(target: str | Path, overwrite: bool) -> Path:
-    """Refuse a target that must not be written.
-
-    Returns:
-        The folder to write: links are followed.
-
-    Raises:
-        UserError: a file, a folder that is not empty, or one to replace that holds no model or is
-            in use; or see `resolve_target`.
-    """
-    target = resolve_target(target)
-    if not target.exists():
-        return target
-    if not target.is_dir():
-        raise UserError(f"{target} is a file; name a folder")
-    _finish_commit(target)
-    if not any(target.iterdir()):
-        return target
-    if not overwrite:
-        raise UserError(
-            f"{target} is not empty; name another folder, or overwrite it (--overwrite)"
-        )
-    if not (target / "config.json").is_file():
-        raise UserError(
-            f"{target} holds no config.json: it is neither a checkpoint nor a run, and is not "
-            "overwritten"
-        )
-    _refuse_running(target)
-    return target
-
-
-def _refuse_running(run: Path) -> None:
-    """A run that trains holds its lock."""
-    lock = run / LOCK
-    if not lock.is_file():
-        return
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{run} is in use by another process and is not overwritten") from error
 
 
 def _sync(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from k3jax.checkpoint import save, shards, tensors
 from k3jax.checkpoint.convert import convert_hf
 from k3jax.checkpoint.hf import load_hf
-from k3jax.checkpoint.staging import JOURNAL
+from k3jax.checkpoint.target import JOURNAL
 from k3jax.errors import UserError
 from tests.released_files import copy_checkpoint, random_tensors, stored_bytes, write_checkpoint
 from tests.small_configs import pattern_config

@@ -7,7 +7,8 @@ import pytest
 import k3jax
 from k3jax.checkpoint import staging as staging_module
 from k3jax.checkpoint.convert import convert_hf
-from k3jax.checkpoint.staging import JOURNAL, LOCK, Staging
+from k3jax.checkpoint.staging import Staging
+from k3jax.checkpoint.target import JOURNAL, LOCK
 from k3jax.checkpoint.verify import verify_hf
 from k3jax.errors import UserError
 from tests.released_files import copy_checkpoint
@@ -34,7 +35,7 @@ def kill_at(monkeypatch, name):
     monkeypatch.setattr(f"k3jax.checkpoint.staging.{name}", die)
 
 
-@pytest.mark.parametrize("step", ["_sync", "os.replace", "shutil.rmtree", "_clear_up"])
+@pytest.mark.parametrize("step", ["_sync", "os.replace", "shutil.rmtree", "clear_up"])
 def test_a_commit_that_was_killed_is_continued(tmp_path, monkeypatch, step):
     target = tmp_path / "target"
     stage(target, "old")
@@ -130,6 +131,7 @@ def test_targets_that_cannot_be_are_refused(tmp_path):
         "x" * 240: "too long",
         "x" * 300 + "/y": "too long",
         "loop": "leads back to itself",
+        "x/" * 3000: "File name too long",
         "a\0b": "cannot be the name",
     }.items():
         with pytest.raises(UserError, match=message):
