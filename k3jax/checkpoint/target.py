@@ -6,7 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-from k3jax.checkpoint.manifest import MAX_NAME_BYTES
+from k3jax.checkpoint.errors import CheckpointError
+from k3jax.checkpoint.folder import INDEX
+from k3jax.checkpoint.manifest import MANIFEST, MAX_NAME_BYTES, read_manifest
+from k3jax.config.keys import LAYOUT
 from k3jax.errors import UserError
 
 JOURNAL = "journal.json"
@@ -118,15 +121,50 @@ def check_target(target: str | Path, overwrite: bool) -> Path:
         return target
     if not overwrite:
         raise UserError(
-            f"{target} is not empty; name another folder, or overwrite it (--overwrite)"
-        )
-    if not (target / "config.json").is_file():
-        raise UserError(
-            f"{target} holds no config.json: it is neither a checkpoint nor a run, and is not "
-            "overwritten"
+            f"{target} is not empty; name another folder, or overwrite it (overwrite=True, "
+            "--overwrite)"
         )
     _refuse_running(target)
+    _refuse_foreign(target)
     return target
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Overwriting deletes: only what was written as a checkpoint, or converted, is replaced."""
+    try:
+        described = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        described = None
+    if isinstance(described, dict) and "converted" in described:
+        return
+    if isinstance(described, dict) and "train" in described:
+        raise UserError(
+            f"{folder} is a run with its training history and is not overwritten; name another "
+            "folder, or delete it yourself"
+        )
+    if not isinstance(described, dict) or described.get("model_type") not in tuple(LAYOUT):
+        raise UserError(
+            f"{folder} has no config.json of a model: it is neither a checkpoint nor a converted "
+            "run, and is not overwritten"
+        )
+    known = {"config.json", INDEX, MANIFEST, LOCK, *_listed_files(folder)}
+    foreign = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in known and not (path.is_file() and path.suffix == ".safetensors")
+    )
+    if foreign:
+        raise UserError(
+            f"{folder} also holds {foreign[:5]}, which overwriting would delete; move them away "
+            "or name another folder"
+        )
+
+
+def _listed_files(folder: Path) -> set[str]:
+    try:
+        return set(read_manifest(folder) or {})
+    except CheckpointError:
+        return set()
 
 
 def _refuse_running(run: Path) -> None:

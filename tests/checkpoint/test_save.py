@@ -98,7 +98,7 @@ def test_a_taken_folder_is_refused_and_replaced_when_asked(model, tmp_path):
     other = tmp_path / "home"
     other.mkdir()
     (other / "letter.txt").write_text("mine")
-    with pytest.raises(UserError, match="neither a checkpoint nor a run"):
+    with pytest.raises(UserError, match="neither a checkpoint nor a converted run"):
         k3jax.save_hf(model, other, overwrite=True)
     with (target / ".lock").open("w") as lock:  # as a run that trains holds it
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,5 +1,6 @@
 """A staged folder: what interruptions inside the commit leave, and where targets may lie."""
 
+import json
 import os
 
 import pytest
@@ -18,11 +19,16 @@ class Killed(BaseException):
     """Stands for a process that ends at once."""
 
 
+def config(content):
+    """A file that tells what may be overwritten: the configuration of a model."""
+    return json.dumps({"model_type": "kimi_k3", "content": content})
+
+
 def stage(target, content="new", overwrite=True):
     """Write a folder of one file; equal contents continue each other."""
     with Staging(target, identity=content, overwrite=overwrite) as staging:
         if "config.json" not in staging.units:
-            staging.add("config.json", content)
+            staging.add("config.json", config(content))
         staging.commit()
 
 
@@ -40,7 +46,7 @@ def test_a_commit_that_was_killed_is_continued(tmp_path, monkeypatch, step):
     target = tmp_path / "target"
     stage(target, "old")
     with Staging(target, identity="new", overwrite=True) as staging:
-        staging.add("config.json", "new")
+        staging.add("config.json", config("new"))
         with monkeypatch.context() as patched:
             if step == "os.replace":  # the second half of the exchange, and its undoing
 
@@ -57,7 +63,7 @@ def test_a_commit_that_was_killed_is_continued(tmp_path, monkeypatch, step):
     if step == "os.replace":
         assert not target.exists()
     stage(target)
-    assert (target / "config.json").read_text() == "new"
+    assert (target / "config.json").read_text() == config("new")
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert [path.name for path in target.iterdir()] == ["config.json"]
 
@@ -66,14 +72,14 @@ def test_another_writer_restores_what_was_moved_aside(tmp_path, monkeypatch):
     target = tmp_path / "target"
     stage(target, "old")
     with Staging(target, identity="new", overwrite=True) as staging:
-        staging.add("config.json", "new")
+        staging.add("config.json", config("new"))
         old = staging._move_target_aside()
     assert old.is_dir() and not target.exists()
     with pytest.raises(UserError, match="must not contain each other"):
         convert_hf(old, target)
     with pytest.raises(UserError, match="target is not empty"):
         stage(target, "third", overwrite=False)
-    assert (target / "config.json").read_text() == "old" and not old.exists()
+    assert (target / "config.json").read_text() == config("old") and not old.exists()
 
 
 def test_a_failed_exchange_is_undone(tmp_path, monkeypatch):
@@ -89,7 +95,7 @@ def test_a_failed_exchange_is_undone(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="no"):
         stage(target)
-    assert (target / "config.json").read_text() == "old"
+    assert (target / "config.json").read_text() == config("old")
 
 
 def test_folders_of_others_are_not_touched(tmp_path):
@@ -118,7 +124,7 @@ def test_a_link_is_followed(tmp_path, kind):
         with pytest.raises(UserError, match="place is not empty"):
             stage(link, overwrite=False)
     stage(link)
-    assert link.is_symlink() and (place / "config.json").read_text() == "new"
+    assert link.is_symlink() and (place / "config.json").read_text() == config("new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "place"]
 
 
@@ -175,3 +181,20 @@ def test_side_files_belong_to_what_is_continued(tmp_path, monkeypatch):
     convert_hf(source, target)
     assert (target / "kept.txt").read_text() == "second" and not (target / "gone.txt").exists()
     assert verify_hf(target).faults == ()
+
+
+def test_only_checkpoints_and_converted_runs_are_overwritten(tmp_path):
+    target = tmp_path / "target"
+    stage(target)
+    (target / "tiktoken.model").write_text("mine")
+    with pytest.raises(UserError, match=r"also holds \['tiktoken.model'\]"):
+        stage(target, "newer")
+    (target / "tiktoken.model").unlink()
+    for described, message in (
+        ({"name": "my web app"}, "no config.json of a model"),
+        ({"train": {}, "model": {}, "corpus": {}}, "a run with its training history"),
+    ):
+        (target / "config.json").write_text(json.dumps(described))
+        with pytest.raises(UserError, match=message):
+            stage(target, "newer")
+        assert json.loads((target / "config.json").read_text()) == described
