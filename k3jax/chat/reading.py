@@ -32,6 +32,9 @@ class MediaSizes:
             raise UserError(
                 f"media_sizes={describe(sizes)} must be a list of (width, height)"
             ) from None
+        # `Media.sizes` ends in rows of zeros that stand for no item.
+        while self.sizes and _is_empty_row(self.sizes[-1]):
+            self.sizes.pop()
         self.used = 0
 
     def take(self, where: str) -> Sequence[int]:
@@ -52,6 +55,13 @@ class MediaSizes:
             raise UserError(
                 f"media_sizes holds {len(self.sizes)} sizes, but {self.used} images need one"
             )
+
+
+def _is_empty_row(size) -> bool:
+    try:
+        return [int(side) for side in size] == [0, 0]
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def read_messages(
@@ -200,7 +210,8 @@ def _content(message: dict, where: str, sizes: MediaSizes | None) -> Content:
             read.append(part["text"])
         elif not isinstance(kind, str) or kind not in ("image", "image_url", "video"):
             raise UserError(
-                f"{place} has the unknown type {describe(kind)}; use text, image or image_url"
+                f"{place} has the unknown type {describe(kind)}; use text, image, image_url or "
+                "video"
             )
         elif sizes is None:
             raise UserError(f"{place} is of type {kind}; only user messages hold media")

@@ -65,6 +65,8 @@ def load_hf(
         UserError: an unknown choice of experts, or experts that cannot be packed.
     """
     dtype = check_dtype(dtype)
+    if Path(path).is_file():
+        raise CheckpointError(f"{path} is a file; name the folder of the checkpoint")
     with open_source(path) as source:
         source = convert_source(source, experts=experts)
         return build_model(source, dtype, rules or meshes.AxisRules(), progress)
@@ -78,8 +80,12 @@ def check_dtype(dtype) -> np.dtype | None:
     """
     if dtype is None:
         return None
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16)):
+    allowed = [jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16)]
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise UserError(f"dtype={dtype!r} must be float32, bfloat16 or float16") from None
+    if dtype not in allowed:
         raise UserError(f"dtype={dtype} must be float32, bfloat16 or float16")
     return dtype
 

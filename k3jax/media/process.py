@@ -50,6 +50,8 @@ def process_media(
         UserError: there is no item, or one cannot be read; the message names its index and file.
     """
     config = MediaConfig() if config is None else config
+    if not isinstance(config, MediaConfig):
+        raise UserError(f"config is a {type(config).__name__}; pass a k3jax.MediaConfig")
     single = str | bytes | os.PathLike | Image.Image | np.ndarray | Video
     if isinstance(items, single) or not isinstance(items, Sequence):
         raise UserError(f"items is a {type(items).__name__}; pass a list, e.g. [image]")

@@ -62,7 +62,7 @@ def open_source(source: BytesSource, name: str) -> Iterator[BinaryIO]:
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", os.fsdecode(source)):
         raise UserError(f"{name}: addresses are not fetched; pass a path, a data URL or the bytes")
     try:
-        path = Path(source)
+        path = Path(os.fsdecode(source)).expanduser()
         if path.exists() and not path.is_file():
             raise UserError(f"{name} is not a file")
         file = path.open("rb")

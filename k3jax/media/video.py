@@ -84,7 +84,8 @@ def sample_frames(
 def _sample_file(
     source: BytesSource, name: str, config: MediaConfig
 ) -> tuple[int, Iterator[tuple[str, Any]]]:
-    _decoder()
+    with open_source(source, name):  # a file that is missing is named before a decoder that is
+        _decoder()
     # Containers state the number of frames wrongly or not at all, so they are counted.
     num_frames, fps = 0, None
     for number, (rate, _) in enumerate(_decode(source, name), start=1):

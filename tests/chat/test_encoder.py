@@ -388,3 +388,11 @@ def test_wrong_messages_are_refused_by_index(messages, message):
 def test_unknown_revision_is_refused():
     with pytest.raises(UserError, match="revision='new'"):
         chat.encode([], revision="new")
+
+
+def test_rows_of_zeros_in_media_sizes_stand_for_no_image():
+    part = {"type": "image", "image": "a.png"}
+    messages = [{"role": "user", "content": [part, part, part]}]
+    sizes = [(4, 5), (6, 7), (8, 9)]
+    padded = chat.encode(messages, media_sizes=[*sizes, (0, 0)])
+    assert padded.text == chat.encode(messages, media_sizes=sizes).text

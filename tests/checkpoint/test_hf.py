@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 import k3jax
 from k3jax.checkpoint.convert import convert_hf
 from k3jax.checkpoint.hf import CheckpointError
+from k3jax.errors import UserError
 from k3jax.nn.parameters import named_variables
-from tests.released_files import random_tensors, stored_bytes, write_checkpoint
+from tests.released_files import copy_checkpoint, random_tensors, stored_bytes, write_checkpoint
 from tests.small_configs import pattern_config, previous_family, two_layers
 
 A_LOG = "model.layers.0.self_attn.A_log"
@@ -207,3 +208,11 @@ def test_layers_of_one_variable_in_several_types_are_kept_with_a_warning(tmp_pat
         n.removeprefix("language_model."): t for n, t in stored_bytes(tmp_path / "b").items()
     }
     assert written == stored_bytes(folder)
+
+
+def test_files_and_types_of_other_names_are_refused(tmp_path):
+    file = copy_checkpoint("text_small", tmp_path / "c") / "model.safetensors"
+    with pytest.raises(CheckpointError, match="name the folder"):
+        k3jax.load_hf(file)
+    with pytest.raises(UserError, match="dtype='fp32' must be float32"):
+        k3jax.load_hf(file.parent, dtype="fp32")

@@ -126,3 +126,10 @@ def test_containers_of_lists_are_refused_by_name():
         check_media(media(grids=[[1, 2, 2]]), vision)
     with pytest.raises(UserError, match=r"media\.patches is a list"):
         check_media(media(grids=np.zeros((1, 3), np.int32), patches=[1.0]), vision)
+
+
+def test_a_configuration_of_another_type_and_a_missing_video_are_named(tmp_path):
+    with pytest.raises(UserError, match="config is a dict; pass a k3jax"):
+        process_media([Image.new("RGB", (28, 28))], config={"patch_size": 14})
+    with pytest.raises(UserError, match=r"item 0 .*missing\.mp4.*No such file"):
+        process_media([str(tmp_path / "missing.mp4")])

@@ -83,9 +83,11 @@ def test_too_long_video_is_refused_before_it_is_read():
         process_media([Video(frames=frames)], config=MediaConfig(max_video_patches=1599))
 
 
-def test_missing_decoder_is_named(monkeypatch):
+def test_missing_decoder_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "av", None)
-    for item in (Video(file=b"..."), "clip.mp4", "data:video/mp4;base64,AAAA"):
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(b"...")
+    for item in (Video(file=b"..."), str(clip), "data:video/mp4;base64,AAAA"):
         with pytest.raises(UserError, match=r"pip install 'k3jax\[video\]'"):
             process_media([item])
 
