@@ -115,7 +115,7 @@ def scope_of(path: str) -> str:
     """Named scopes in an operation's path: "jit(f)/transpose(jvp(mla))/while/body/add" -> "mla"."""
     names: list[str] = []
     for part in path.split("/")[:-1]:
-        if STRUCTURE.match(part):
+        if STRUCTURE.match(part) or "jit(" in part:  # also jvp(jit(f)): a function, no scope
             continue
         part = re.sub(r"^(?:\w+\()+|\)+$", "", part)
         # Equations of einsum and private functions of the tracer are no scopes.

@@ -34,6 +34,7 @@ def test_operations_have_scope_direction_and_bytes():
         ("jit(step)/transpose(jvp(routed_experts))/gated_mlp/dot", "routed_experts/gated_mlp"),
         ("jit(step)/jvp()/checkpoint/rematted_computation/mla/exp", "mla"),
         ("jit(step)/jvp()/scatter", "(outside scopes)"),
+        ("jit(step)/transpose(jvp(jit(run)))/jit(run)/head/dot", "head"),
     ],
 )
 def test_scope_of_a_path(path, scope):
