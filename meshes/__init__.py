@@ -4,6 +4,7 @@ from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR
 from meshes.build import MeshShape, abstract_mesh, build_mesh
 from meshes.rules import AxisRules
 from meshes.shard import has_mesh, per_device, reshard, spec_of, spec_or_none
+from meshes.topology import ahead_of_time_environment, described_devices
 
 __all__ = [
     "AXES",
@@ -16,7 +17,9 @@ __all__ = [
     "AxisRules",
     "MeshShape",
     "abstract_mesh",
+    "ahead_of_time_environment",
     "build_mesh",
+    "described_devices",
     "has_mesh",
     "per_device",
     "reshard",

@@ -1,8 +1,8 @@
 """Kernels of the model as plain functions of arrays: each with a definition and fast forms.
 
 Every operation is a per-device function with an `implementation=` keyword: `"reference"` is the
-definition, `"xla"` the fast form in `jax.numpy`; `None` chooses from a table before anything runs.
-The package needs jax and numpy only.
+definition, `"xla"` the fast form in `jax.numpy`, `"mosaic_tpu"` and `"mosaic_gpu"` the Pallas
+kernels; `None` chooses from a table before anything runs. The package needs jax and numpy only.
 
 The folder of an op bears the name of its function. All folders are loaded here, so that
 `pallas_kernels.short_conv` is the function from the first import on; reach the modules with
@@ -10,7 +10,9 @@ The folder of an op bears the name of its function. All folders are loaded here,
 """
 
 from pallas_kernels.attention_residual import attention_residual
+from pallas_kernels.dispatch import Choice, choices_made
 from pallas_kernels.grouped_matmul import grouped_apply, grouped_matmul
+from pallas_kernels.interpret import interpreted
 from pallas_kernels.kda import kda, kda_decode, kda_gate
 from pallas_kernels.mla import mla_attention
 from pallas_kernels.mxfp4 import MXFP4
@@ -18,9 +20,12 @@ from pallas_kernels.short_conv import short_conv
 
 __all__ = [
     "MXFP4",
+    "Choice",
     "attention_residual",
+    "choices_made",
     "grouped_apply",
     "grouped_matmul",
+    "interpreted",
     "kda",
     "kda_decode",
     "kda_gate",
