@@ -100,14 +100,16 @@ def _ptxas_report(log: list[str]) -> dict:
 
 
 def count_bundles(folder: str | pathlib.Path) -> dict[str, int]:
-    """Return kernel name -> bundles of its static schedule, from a libtpu dump."""
+    """Return kernel name -> bundles of its static schedule, from a libtpu dump.
+
+    A loop inside the kernel counts as one turn of its body.
+    """
     counts = {}
-    for file in pathlib.Path(folder).glob("*schedule-analysis_final_bundles.txt"):
-        match = re.search(r"\d+-\d+-(.+?)-\d+-schedule-analysis", file.name)
-        name = match[1] if match else file.name
-        text = file.read_text(errors="replace")
-        found = re.search(r"(?i)total.*?bundles?\D+(\d+)", text) or re.search(r"(\d+)", text)
-        counts[name] = int(found[1])
+    for file in pathlib.Path(folder).glob("*-schedule-analysis_final_bundles.txt"):
+        name = re.fullmatch(r"\d+-(.+?)(?:\.\d+)?-\d+-schedule-.*", file.name)
+        total = re.search(r"total scheduled bundles:\s+(\d+)", file.read_text(errors="replace"))
+        if name and total:
+            counts[name[1]] = int(total[1])
     return counts
 
 
