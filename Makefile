@@ -32,7 +32,7 @@ test: $(DEV) ## run the test suite on two processes
 slow: $(DEV) ## run the tests that take minutes
 	$(VENV)/bin/python -m pytest -m "slow and not gpu and not tpu" $(ARGS)
 
-bench: $(CORE) ## time the kernels
+bench: $(CORE) ## time the kernels on this machine's device
 	$(VENV)/bin/python -m experiments.bench_kernels $(ARGS)
 
 lint: $(DEV) ## check style and formatting

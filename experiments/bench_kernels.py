@@ -1,252 +1,175 @@
-"""Time KDA on this machine against plain spellings of it, in one process.
+"""Time every kernel on this machine's device: all implementations of a call, in one process.
 
-    python -m experiments.bench_kernels            # 2 minutes, up to 7 GB (the plain scans)
-    python -m experiments.bench_kernels --quick    # a tenth of the length, 20 s
-    python -m experiments.bench_kernels --json results.json
+    python -m experiments.bench_kernels                          # what fits this device
+    python -m experiments.bench_kernels --op kda --size k3       # one op at the shapes of K3
+    python -m experiments.bench_kernels --out runs/bench         # also report.html, PNG, JSON
+    python -m experiments.bench_kernels --seconds 240            # begin no call after 4 minutes
 
-Expected on two CPU cores at the default size (float32, B 1, T 4096, H 8, K = V 128): forward 2.6
-times the fastest token scan (at least 1.5), forward and backward 27 times (at least 12) and 2.3
-times `baseline_chunked` (at least 1.2); time per token at 16384 tokens within 1.2 of that at 1024.
+Every number is a median over rounds in which the implementations take turns; each result is
+compared with the definition (small shapes) or the XLA form (shapes of K3) in the same run, and the
+status is 1 when one differs. `roofline` is the least time the device could need, from the call's
+operations and bytes and from a matrix product and a copy measured first, over the time it took.
+On a GPU flash-linear-attention and FlashKDA run in the same process where they are installed.
+On two CPU cores (small shapes) it takes some minutes, most of it compiling.
 """
 
 import dataclasses
 import functools
 import json
+import os
 import pathlib
-import statistics
 import time
+
+# PyTorch's kernels, where installed, need memory beside jax's.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from experiments.kda_baselines import TOKEN_SCANS, baseline_chunked
-from pallas_kernels import kda
+from experiments import bench_report, torch_baselines
+from experiments.kernel_cases import KernelCase, find_cases
+from experiments.timing import copy_rate, matmul_rate, time_interleaved
+from pallas_kernels.device import current_device
 
-FORWARD, GRADIENT = "forward", "forward+backward"
+# Largest relative L2 difference between two implementations, by the precision of the inputs: each
+# may be off from the definition by its own bound, gradients sum more terms than values.
+AGREEMENT = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Time KDA (implementation "xla") against token scans and a plain chunked scan.
+    """Time kernels side by side and compare their results."""
 
-    Every number is the median over rounds; in each round all forms run once, one after the other,
-    so that other load on the machine meets them alike. Ratios above 1 mean that KDA is faster.
-    """
-
-    batch: int = 1
-    """Rows (B)."""
-    tokens: int = 4096
-    """Tokens per row (T), a multiple of 64."""
-    heads: int = 8
-    """Heads (H)."""
-    key_dim: int = 128
-    """Key width per head (K)."""
-    value_dim: int = 128
-    """Value width per head (V)."""
+    op: str | None = None
+    """Only this op."""
+    name: str | None = None
+    """Only calls whose name contains this."""
+    size: str | None = None
+    """small, k3 or all; None: small on a CPU, all elsewhere."""
     rounds: int = 5
-    """Rounds of the fast forms and of every forward pass."""
-    scan_rounds: int = 2
-    """Rounds of the token scans with gradient, which take seconds each."""
-    scaling: tuple[int, ...] = (1024, 4096, 16384)
-    """Lengths at which time per token and memory are compared."""
-    quick: bool = False
-    """A tenth of the length and two rounds: checks that everything runs; the ratios mean little."""
-    json: pathlib.Path | None = None
-    """Also write all numbers to this file."""
+    """Turns of each implementation that count; the median is reported."""
+    reference: bool = False
+    """Also time the definition, which is slow on purpose."""
+    seconds: float | None = None
+    """Begin no further call after so many seconds; what was left out is named."""
+    out: pathlib.Path | None = None
+    """Folder for report.html, one picture per op and results.json."""
 
     def __post_init__(self):
-        if self.tokens < 64 or self.tokens % 64:
-            raise ValueError(
-                f"tokens={self.tokens} must be a multiple of 64, the chunk of the baseline; "
-                f"try {max(64, self.tokens // 64 * 64)}"
-            )
-        if min(self.rounds, self.scan_rounds) < 1 or len(self.scaling) < 2:
-            raise ValueError("rounds and scan_rounds must be at least 1, scaling needs two lengths")
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
+        if self.size not in (None, "small", "k3", "all"):
+            raise ValueError(f"size={self.size!r} is unknown; use small, k3 or all")
 
 
-def make_inputs(config: BenchConfig, tokens: int) -> tuple[jax.Array, ...]:
-    """Return q, k (unit length), v, log_decay in (-5, 0) and beta in (0, 1), float32."""
-    random = np.random.default_rng(0)
-    shape = (config.batch, tokens, config.heads)
-    q, k, logits = (random.normal(size=(*shape, config.key_dim)) for _ in range(3))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = random.normal(size=(*shape, config.value_dim))
-    log_decay = -5 / (1 + np.exp(3 - logits))
-    beta = 1 / (1 + np.exp(-random.normal(size=shape)))
-    return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v, log_decay, beta))
+def measure_ceilings(platform: str) -> dict[str, float]:
+    """Return the device's measured operations per second by dtype, and bytes per second."""
+    size, num_bytes = (1024, 2**27) if platform == "cpu" else (8192, 2**31)
+    return {
+        "float32": matmul_rate(size, jnp.float32),
+        "bfloat16": matmul_rate(size, jnp.bfloat16),
+        "bytes_per_second": copy_rate(num_bytes),
+    }
 
 
-def compile_forms(function, inputs, which: str):
-    """Compile the forward pass, or the gradient of sum(output * weight) in all five inputs."""
-    if which == FORWARD:
-        return jax.jit(lambda inputs: function(*inputs)).lower(inputs).compile()
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=inputs[2].shape), jnp.float32)
-
-    def loss(inputs, weight):
-        return jnp.sum(function(*inputs)[0] * weight)
-
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(inputs, weight).compile()
-    run = functools.partial(
-        lambda program, weight, inputs: program(inputs, weight), compiled, weight
-    )
-    run.memory_analysis = compiled.memory_analysis
-    return run
-
-
-def time_interleaved(programs: dict, inputs: dict, runs: dict, rounds: int) -> dict[str, float]:
-    """Return the median seconds of each program.
-
-    In each round the programs take turns, each running `runs[name]` times in a row. A first round
-    of one run each is not counted.
-    """
-    seconds = {name: [] for name in programs}
-    for number in range(rounds + 1):
-        for name, program in programs.items():
-            for _ in range(runs[name] if number else 1):
-                start = time.perf_counter()
-                jax.block_until_ready(program(inputs[name]))
-                if number:
-                    seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def matmul_rate(rounds: int) -> float:
-    """Return float32 operations per second of a 2048^3 matrix product."""
-    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2048)), jnp.float32)
-    program = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
-    square = {"matmul": lambda x: program(x, x)}
-    seconds = time_interleaved(square, {"matmul": matrix}, {"matmul": 1}, rounds)
-    return 2 * 2048**3 / seconds["matmul"]
-
-
-def kda_operations(config: BenchConfig, which: str, chunk: int = 16) -> float:
-    """Return the operations of the matrix products of the chunked form, recomputation included."""
-    K, V = config.key_dim, config.value_dim
-    forward = 2 * 2 * K * V + 2 * K * V + 2 * 2 * chunk * K + 2 * 2 * chunk * V
-    backward = 6 * 2 * K * V + 2 * 2 * chunk * V + 2 * 2 * chunk * V + 4 * 2 * chunk * K
-    per_token = forward if which == FORWARD else 2 * forward + backward
-    return per_token * config.batch * config.tokens * config.heads
+def measure_case(case: KernelCase, rounds: int, ceilings: dict, reference: bool) -> dict:
+    """Return times, roofline fractions and differences of one call's implementations."""
+    inputs = jax.block_until_ready(jax.jit(case.make_inputs)())
+    precision = _precision(inputs)
+    programs, left_out = {}, {}
+    names = ("reference",) * reference + case.implementations
+    for name in names:
+        form = case.function(name)
+        try:
+            programs[name] = jax.jit(form).lower(*inputs).compile()
+        except (NotImplementedError, ValueError) as reason:  # says what is not supported, and why
+            left_out[name] = str(reason)
+    for name, form in case.baselines.items():
+        programs[name] = jax.jit(form).lower(*inputs).compile()
+    yardstick = "reference" if case.size == "small" else "xla"
+    expected = jax.jit(case.function(yardstick))(*inputs)
+    errors = {
+        name: _difference(program(*inputs), expected)
+        for name, program in programs.items()
+        if name != yardstick
+    }
+    calls = {name: functools.partial(program, *inputs) for name, program in programs.items()}
+    foreign = torch_baselines.calls_for(case, inputs)
+    seconds = time_interleaved(calls, rounds, least_seconds=0.02)
+    seconds |= torch_baselines.time_calls(foreign, rounds)
+    least = max(case.flops / ceilings[precision], case.bytes / ceilings["bytes_per_second"])
+    return {
+        "op": case.op,
+        "name": case.name,
+        "size": case.size,
+        "precision": precision,
+        "yardstick": yardstick,
+        "seconds": seconds,
+        "roofline": {name: least / value for name, value in seconds.items()},
+        "matmul_fraction": {
+            name: case.flops / value / ceilings[precision] for name, value in seconds.items()
+        },
+        "differences": errors,
+        "agree": all(error <= AGREEMENT[precision] for error in errors.values()),
+        "left_out": left_out,
+    }
 
 
-def measure(config: BenchConfig, console: Console) -> dict:
-    """Run everything and return the numbers."""
-    fast = functools.partial(kda, log_decay_min=-5.0, implementation="xla")
-    forms = {"kda": fast, "baseline_chunked": baseline_chunked, **TOKEN_SCANS}
-    inputs = make_inputs(config, config.tokens)
-    result = {"config": dataclasses.asdict(config) | {"json": str(config.json)}, "seconds": {}}
-    result["device"] = f"{jax.devices()[0].device_kind}, {jax.device_count()} device(s)"
-    result["matmul_flops_per_second"] = rate = matmul_rate(config.rounds)
-    result["fraction_of_matmul"] = {}
-    for which in (FORWARD, GRADIENT):
-        console.print(f"compiling and timing {which} of {len(forms)} forms ...")
-        programs = {name: compile_forms(form, inputs, which) for name, form in forms.items()}
-        # Gradients of token scans take seconds: fewer rounds, in which the others run repeatedly.
-        rounds = config.rounds if which == FORWARD else config.scan_rounds
-        fast_runs = -(-config.rounds // rounds)
-        runs = {name: 1 if name in TOKEN_SCANS else fast_runs for name in forms}
-        seconds = time_interleaved(programs, dict.fromkeys(forms, inputs), runs, rounds)
-        result["seconds"][which] = seconds
-        result["fraction_of_matmul"][which] = kda_operations(config, which) / seconds["kda"] / rate
-    ratios = {}
-    for which, seconds in result["seconds"].items():
-        fastest = min(TOKEN_SCANS, key=seconds.get)
-        ratios[which] = {
-            "fastest_scan": fastest,
-            "over_fastest_scan": seconds[fastest] / seconds["kda"],
-            "over_baseline_chunked": seconds["baseline_chunked"] / seconds["kda"],
-        }
-    result["ratios"] = ratios
-    console.print(f"timing {len(config.scaling)} lengths ...")
-    result["scaling"] = measure_scaling(config, fast)
-    return result
+def _precision(inputs) -> str:
+    """bfloat16 when any operand is (or is packed to fewer bits), else float32."""
+    kinds = {leaf.dtype.name for leaf in jax.tree.leaves(inputs)}
+    return "bfloat16" if kinds & {"bfloat16", "uint8"} else "float32"
 
 
-def measure_scaling(config: BenchConfig, fast) -> dict[str, dict[int, dict[str, float]]]:
-    """Return time per token and temporary bytes per token at each length, interleaved."""
-    inputs = {length: make_inputs(config, length) for length in config.scaling}
-    scaling = {}
-    for which in (FORWARD, GRADIENT):
-        programs = {n: compile_forms(fast, inputs[n], which) for n in config.scaling}
-        # As many tokens of each length: short programs run more often.
-        runs = {length: max(1, max(config.scaling) // length) for length in config.scaling}
-        seconds = time_interleaved(programs, inputs, runs, config.rounds)
-        scaling[which] = {
-            length: {
-                "microseconds_per_token": seconds[length] / length / config.batch * 1e6,
-                "temporary_bytes_per_token": program.memory_analysis().temp_size_in_bytes
-                / length
-                / config.batch,
-            }
-            for length, program in programs.items()
-        }
-    return scaling
-
-
-def print_report(result: dict, console: Console) -> None:
-    """Print the tables and the ratios that matter."""
-    seconds = result["seconds"]
-    config = result["config"]
-    table = Table(
-        title=f"KDA, float32, B {config['batch']}, T {config['tokens']}, H {config['heads']}, "
-        f"K {config['key_dim']}, V {config['value_dim']}, {result['device']}"
-    )
-    for column in ("form", FORWARD, "x kda", GRADIENT, "x kda"):
-        table.add_column(column, justify="left" if column == "form" else "right")
-    for name in seconds[FORWARD]:
-        cells = []
-        for which in (FORWARD, GRADIENT):
-            cells.append(f"{seconds[which][name] * 1e3:.1f} ms")
-            cells.append(f"{seconds[which][name] / seconds[which]['kda']:.2f}")
-        table.add_row(name, *cells)
-    console.print(table)
-    table = Table(title="kda at other lengths")
-    for column in ("T", FORWARD, GRADIENT, "temporaries of forward+backward"):
-        table.add_column(column, justify="right")
-    for length, forward in result["scaling"][FORWARD].items():
-        both = result["scaling"][GRADIENT][length]
-        table.add_row(
-            str(length),
-            f"{forward['microseconds_per_token']:.2f} us/token",
-            f"{both['microseconds_per_token']:.2f} us/token",
-            f"{both['temporary_bytes_per_token']:.0f} bytes/token",
-        )
-    console.print(table)
-    console.print(f"2048^3 float32 matmul: {result['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s")
-    for which, fraction in result["fraction_of_matmul"].items():
-        console.print(
-            f"{which}: matrix products of kda, recomputed ones too, at {fraction:.0%} of it"
-        )
-    for which, ratio in result["ratios"].items():
-        console.print(
-            f"{which}: {ratio['over_fastest_scan']:.2f} x the fastest scan "
-            f"({ratio['fastest_scan']}), {ratio['over_baseline_chunked']:.2f} x baseline_chunked"
-        )
-    lengths = list(result["scaling"][GRADIENT])
-    for which in (FORWARD, GRADIENT):
-        first, last = (result["scaling"][which][n] for n in (lengths[0], lengths[-1]))
-        growth = last["microseconds_per_token"] / first["microseconds_per_token"]
-        console.print(
-            f"{which}: time per token at {lengths[-1]} is {growth:.2f} x that at {lengths[0]}"
-        )
+def _difference(actual, expected) -> float:
+    """Largest relative L2 difference over the arrays of the results."""
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, y))
+        error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
+        worst = max(worst, float(error) if np.isfinite(error) else float("inf"))
+    return worst
 
 
 def main(config: BenchConfig) -> None:
-    """Measure, print, and write the numbers if asked."""
-    if config.quick:
-        small = {"tokens": 448, "rounds": 2, "scan_rounds": 1, "scaling": (256, 1024)}
-        config = dataclasses.replace(config, **small)
-    console = Console()
-    if config.json is not None and not config.json.parent.is_dir():
-        raise SystemExit(f"--json {config.json}: the folder {config.json.parent} does not exist")
-    result = measure(config, console)
-    print_report(result, console)
-    if config.json is not None:
-        config.json.write_text(json.dumps(result, indent=2, default=list) + "\n")
-        console.print(f"numbers written to {config.json}")
+    """Measure, print, write; status 1 when results disagree."""
+    console, device = Console(), current_device()
+    size = config.size or ("small" if device.platform == "cpu" else "all")
+    cases = [
+        case
+        for case in find_cases(op=config.op, size=None if size == "all" else size)
+        if (config.name or "") in case.name
+    ]
+    if not cases:
+        raise SystemExit(f"--name {config.name!r} is in the name of no call of these ops")
+    start, results, skipped = time.perf_counter(), [], []
+    console.print(f"measuring the ceilings of {device.kind} ...")
+    ceilings = measure_ceilings(device.platform)
+    for number, case in enumerate(cases, 1):
+        if config.seconds is not None and time.perf_counter() - start > config.seconds:
+            skipped = [case.title for case in cases[number - 1 :]]
+            break
+        console.print(f"[{number}/{len(cases)}] {case.title} ...")
+        results.append(measure_case(case, config.rounds, ceilings, config.reference))
+        bench_report.print_result(results[-1], console)
+    outcome = {
+        "device": device.kind,
+        "versions": torch_baselines.describe_versions(),
+        "ceilings": ceilings,
+        "results": results,
+        "skipped": skipped,
+    }
+    bench_report.print_end(outcome, console)
+    if config.out is not None:
+        config.out.mkdir(parents=True, exist_ok=True)
+        (config.out / "results.json").write_text(json.dumps(outcome, indent=2) + "\n", "utf-8")
+        bench_report.write_report(outcome, config.out)
+        console.print(f"written: {config.out / 'report.html'}")
+    if not all(result["agree"] for result in results):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ decoding plus 1.2 times the bfloat16 product. The weights read are 0.27 of the b
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.timing import time_interleaved
 from pallas_kernels import MXFP4, grouped_matmul
 from pallas_kernels.mxfp4.xla import decode_columns
 
@@ -89,24 +89,15 @@ def compile_forms(num_rows: int, matrix: MXFP4) -> dict[str, tuple]:
     }
 
 
-def time_interleaved(forms: dict[str, tuple], rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of each form; a first round is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for number in range(rounds + 1):
-        for name, (program, arguments) in forms.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
-
-
 def measure(shape: tuple[int, int], num_rows: int, rounds: int) -> dict:
     """Times in milliseconds, bytes, and the ratios of one size."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
     matrix = jax.tree.map(jnp.asarray, MXFP4.quantize(weights))
     forms = compile_forms(num_rows, matrix)
-    times = time_interleaved(forms, rounds)
+    calls = {
+        name: functools.partial(program, *arguments) for name, (program, arguments) in forms.items()
+    }
+    times = {name: 1e3 * value for name, value in time_interleaved(calls, rounds).items()}
     fastest = min(times[name] for name in times if name.startswith("bf16"))
     decode = min(times["decode"], times["decode columns"])
     bfloat16_bytes = 2 * shape[0] * shape[1]

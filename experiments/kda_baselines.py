@@ -1,4 +1,4 @@
-"""Plain spellings of KDA that `bench_kernels` measures against: token scans and one chunked scan.
+"""Plain spellings of KDA that benchmarks measure against: token scans and one chunked scan.
 
 All compute what `pallas_kernels.kda` computes without segments and from a zero state, in float32,
 and are differentiated automatically: (q, k, v, log_decay, beta) -> (output, final_state).

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench_kernels import BenchConfig, make_inputs
+from experiments.bench_kda import BenchConfig, make_inputs
 from experiments.kda_baselines import TOKEN_SCANS, baseline_chunked
 from pallas_kernels import kda
 from tests.tolerances import assert_close
