@@ -5,6 +5,8 @@
 # ARGS="..."  further arguments for `make run`, `make test` and `make bench`
 
 VENV ?= .venv
+# The compilers of `make aot` live apart: beside them jax looks for TPUs and GPUs.
+AOT_VENV ?= .venv-aot
 ARGS ?=
 
 # A name on PATH may be a launcher for a version that is not installed, or lack the venv module:
@@ -16,9 +18,10 @@ PYTHON ?= $(shell for candidate in python3.12 python3.11 python3.13 python3 pyth
 # Stamps: packages are installed again only when pyproject.toml changes.
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+AOT := $(AOT_VENV)/.installed-aot
 
 .DEFAULT_GOAL := help
-.PHONY: help run test slow bench lint format clean
+.PHONY: help run test slow aot aot-install bench lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,7 +33,12 @@ test: $(DEV) ## run the test suite on two processes
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: $(DEV) ## run the tests that take minutes
-	$(VENV)/bin/python -m pytest -m "slow and not gpu and not tpu" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "slow and not aot and not gpu and not tpu" $(ARGS)
+
+aot: $(AOT) ## compile the kernels for TPUs and GPUs that are not here, and check what it says
+	$(AOT_VENV)/bin/python -m pytest -m aot $(ARGS)
+
+aot-install: $(AOT)
 
 bench: $(CORE) ## time the kernels on this machine's device
 	$(VENV)/bin/python -m experiments.bench_kernels $(ARGS)
@@ -44,24 +52,31 @@ format: $(DEV) ## mend style and formatting where that is automatic
 	$(VENV)/bin/ruff format .
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment whose pip does not run (moved folder, interrupted creation) is made anew.
+# $(1): the environment.
 define create_venv
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with venv and ensurepip was found;" \
 		"install one (Debian: python3-venv) or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 endef
 
 $(CORE): pyproject.toml
-	$(create_venv)
+	$(call create_venv,$(VENV))
 	@echo "Installing k3jax into $(VENV); the first time this takes some minutes."
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
 $(DEV): pyproject.toml
-	$(create_venv)
+	$(call create_venv,$(VENV))
 	@echo "Installing k3jax and its test tools into $(VENV); the first time this takes some minutes."
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(CORE)
+
+$(AOT): pyproject.toml
+	$(call create_venv,$(AOT_VENV))
+	@echo "Installing compilers for TPU and GPU into $(AOT_VENV); the first time this takes minutes."
+	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,aot]'
+	@touch $@
