@@ -44,12 +44,14 @@ class AotConfig:
 
 def compile_cases(
     chip: str, *, op: str | None = None, name: str | None = None, size: str = "k3",
-    schedule: bool = False,
+    schedule: bool = False, candidates: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Compile in a fresh process whose environment fits, and return one record per case.
 
     A record holds "case", "seconds", "temporary_bytes" and "peak_bytes" or "error"; for a GPU
     "kernels": name -> {"registers", "spilled_bytes"}; with `schedule` "bundles": name -> count.
+    With `candidates` there is a record per tile candidate of each case instead, which also holds
+    "kernel" and "candidate", its number.
 
     Raises:
         RuntimeError: the process failed as a whole; the message ends with its last words.
@@ -64,6 +66,7 @@ def compile_cases(
                 f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
             )
         question = {"chip": chip, "op": op, "name": name, "size": size, "folder": folder}
+        question["candidates"] = candidates
         done = subprocess.run(
             [sys.executable, "-m", "experiments.aot_kernels", "--worker", json.dumps(question)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -118,32 +121,55 @@ def _worker(question: dict) -> None:
     import jax
 
     from experiments.kernel_cases import find_cases
+    from pallas_kernels.tiles import with_tiles
 
     devices = meshes.described_devices(question["chip"])
     mesh = jax.sharding.Mesh(devices[:1], ("device",))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    implementation = "mosaic_gpu" if question["chip"] == "h200" else "mosaic_tpu"
+    platform = "gpu" if question["chip"] == "h200" else "tpu"
     for case in find_cases(op=question["op"], size=question["size"]):
-        if implementation not in case.implementations or (question["name"] or "") not in case.name:
+        name = f"mosaic_{platform}"
+        if name not in case.implementations or (question["name"] or "") not in case.name:
             continue
-        arguments = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=whole), case.specs()
-        )
-        record, start = {"case": case.title}, time.perf_counter()
-        try:
-            with jax.set_mesh(mesh):
-                program = jax.jit(case.function(implementation)).lower(*arguments).compile()
-            memory = program.memory_analysis()
-            record["temporary_bytes"] = memory.temp_size_in_bytes
-            record["peak_bytes"] = memory.peak_memory_in_bytes
-        except Exception as error:  # reported: one case must not hide the others
-            record["error"] = f"{type(error).__name__}: {error}"[:2000]
-        record["seconds"] = round(time.perf_counter() - start, 1)
-        bundles = count_bundles(question["folder"])
-        if bundles:
-            record["bundles"] = bundles
-        sys.stdout.flush()
-        print("\n" + _RECORD + json.dumps(record), flush=True)
+        variants = [({}, {})]
+        if question["candidates"]:
+            variants = [
+                ({"kernel": kernel, "candidate": number}, {kernel: tiles})
+                for kernel, options in case.candidates.items()
+                if platform in kernel
+                for number, tiles in enumerate(options)
+            ]
+        for labels, tiles in variants:
+            with jax.set_mesh(mesh), with_tiles(**tiles):
+                record = _compile(case, name, mesh, pathlib.Path(question["folder"]))
+            sys.stdout.flush()
+            print("\n" + _RECORD + json.dumps({"case": case.title} | labels | record), flush=True)
+
+
+def _compile(case, implementation: str, mesh, dumps: pathlib.Path) -> dict:
+    """Compile one call; what fails is reported, so that one case does not hide the others."""
+    import jax
+
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=whole), case.specs()
+    )
+    record, start = {}, time.perf_counter()
+    try:
+        # A function of its own: jax would reuse what it traced with other tiles.
+        form = case.function(implementation)
+        program = jax.jit(lambda *inputs: form(*inputs)).lower(*arguments).compile()
+        memory = program.memory_analysis()
+        record["temporary_bytes"] = memory.temp_size_in_bytes
+        record["peak_bytes"] = memory.peak_memory_in_bytes
+    except Exception as error:
+        record["error"] = f"{type(error).__name__}: {error}"[:2000]
+    record["seconds"] = round(time.perf_counter() - start, 1)
+    bundles = count_bundles(dumps)
+    if bundles:
+        record["bundles"] = bundles
+    for file in dumps.iterdir():
+        file.unlink()
+    return record
 
 
 def main(config: AotConfig) -> None:

@@ -1,0 +1,105 @@
+"""Find tile sizes for a device and write them to its table.
+
+    python -m experiments.tune_kernels                      # this machine's device: by time
+    python -m experiments.tune_kernels --op kda --dry       # look, write nothing
+    python -m experiments.tune_kernels --chip v6e           # a chip that is not here: by its compiler
+
+With the device at hand the candidates of a call take turns in one process and the fastest median
+wins; candidates that do not compile or whose results differ are named and left out. For a TPU that
+is not here the static schedule stands in for the time: bundles of the kernel body times grid steps
+(loops inside a kernel count once, so candidates must not differ in them), never below the time of
+its HBM traffic. For a GPU that is not here candidates are only compiled: those that spill registers
+are named, nothing is written. Tables: pallas_kernels/tiles/<device>.json.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.aot_kernels import compile_cases
+from experiments.bench_kernels import AGREEMENT, _difference, _precision
+from experiments.kernel_cases import KernelCase, find_cases
+from experiments.timing import time_interleaved
+from pallas_kernels.device import current_device
+from pallas_kernels.tiles import TABLES, read_table, with_tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Choose tiles of the kernels and write the device's table."""
+
+    op: str | None = None
+    """Only this op."""
+    chip: str | None = None
+    """A TPU that is not here (v5e, v5p, v6e, tpu7x): tune by its compiler's schedule."""
+    size: str = "k3"
+    """Shapes to tune for: k3 or small."""
+    rounds: int = 5
+    """Turns of each candidate."""
+    dry: bool = False
+    """Print only."""
+
+
+def tune_here(config: TuneConfig, console: Console) -> dict[str, dict[str, int]]:
+    """Time the candidates of every call on this machine's device; return kernel -> fields."""
+    platform = current_device().platform
+    seconds: dict[str, dict] = {}
+    for case in find_cases(op=config.op, size=config.size):
+        for kernel, options in case.candidates.items():
+            if platform not in kernel:
+                continue
+            for tiles, value in _time_candidates(case, kernel, options, config, console).items():
+                seconds.setdefault(kernel, {}).setdefault(tiles, []).append(value)
+    return _choose(seconds, "seconds", console)
+
+
+def _time_candidates(case: KernelCase, kernel: str, options, config: TuneConfig, console: Console):
+    """Return tiles -> median seconds of one call, of those that run and agree with XLA."""
+    name = f"mosaic_{current_device().platform}"
+    inputs = jax.block_until_ready(jax.jit(case.make_inputs)())
+    expected = jax.jit(case.function("xla"))(*inputs)
+    calls = {}
+    for tiles in options:
+        form = case.function(name)
+        try:
+            with with_tiles(**{kernel: tiles}):
+                # A function of its own: jax would reuse what it traced with other tiles.
+                program = jax.jit(lambda *x, form=form: form(*x)).lower(*inputs).compile()
+        except Exception as error:
+            console.print(f"{case.title}: {tiles} does not compile: {str(error)[:300]}")
+            continue
+        difference = _difference(program(*inputs), expected)
+        if difference > AGREEMENT[_precision(inputs)]:
+            console.print(f"[red]{case.title}: {tiles} is off by {difference:.1e}: left out[/]")
+            continue
+        calls[tiles] = functools.partial(program, *inputs)
+    return time_interleaved(calls, config.rounds, least_seconds=0.02)
+
+
+def tune_by_schedule(config: TuneConfig, console: Console) -> dict[str, dict[str, int]]:
+    """Compile the candidates for a chip that is not here; return kernel -> fields (TPU only)."""
+    records = compile_cases(
+        config.chip, op=config.op, size=config.size, schedule=config.chip != "h200", candidates=True
+    )
+    cases = {case.title: case for case in find_cases(op=config.op, size=config.size)}
+    cost: dict[str, dict] = {}
+    for record in records:
+        case, kernel = cases[record["case"]], record["kernel"]
+        tiles = case.candidates[kernel][record["candidate"]]
+        spilled = sum(k.get("spilled_bytes", 0) for k in record.get("kernels", {}).values())
+        if "error" in record or spilled:
+            reason = record.get("error") or f"spills {spilled} bytes"
+            console.print(f"{case.title}: {tiles}: {reason[:300]}")
+            continue
+        if "bundles" not in record:
+            continue
+        with with_tiles(**{kernel: tiles}):
+            form = case.function("mosaic_tpu")
+            work = _scheduled_seconds(form, case.specs(), record["bundles"])
+        cost.setdefault(kernel, {}).setdefault(tiles, []).append(work)
+    return _choose(cost, "seconds by schedule", console)
