@@ -78,7 +78,7 @@ def measure_ceilings(platform: str) -> dict[str, float]:
 def measure_case(case: KernelCase, rounds: int, ceilings: dict, reference: bool) -> dict:
     """Return times, roofline fractions and differences of one call's implementations."""
     inputs = jax.block_until_ready(jax.jit(case.make_inputs)())
-    precision = _precision(inputs)
+    precision = precision_of(inputs)
     programs, left_out = {}, {}
     names = ("reference",) * reference + case.implementations
     for name in names:
@@ -92,7 +92,7 @@ def measure_case(case: KernelCase, rounds: int, ceilings: dict, reference: bool)
     yardstick = "reference" if case.size == "small" else "xla"
     expected = jax.jit(case.function(yardstick))(*inputs)
     errors = {
-        name: _difference(program(*inputs), expected)
+        name: difference_of(program(*inputs), expected)
         for name, program in programs.items()
         if name != yardstick
     }
@@ -118,13 +118,13 @@ def measure_case(case: KernelCase, rounds: int, ceilings: dict, reference: bool)
     }
 
 
-def _precision(inputs) -> str:
+def precision_of(inputs) -> str:
     """bfloat16 when any operand is (or is packed to fewer bits), else float32."""
     kinds = {leaf.dtype.name for leaf in jax.tree.leaves(inputs)}
     return "bfloat16" if kinds & {"bfloat16", "uint8"} else "float32"
 
 
-def _difference(actual, expected) -> float:
+def difference_of(actual, expected) -> float:
     """Largest relative L2 difference over the arrays of the results."""
     worst = 0.0
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

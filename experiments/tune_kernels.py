@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.aot_kernels import compile_cases
-from experiments.bench_kernels import AGREEMENT, _difference, _precision
+from experiments.bench_kernels import AGREEMENT, difference_of, precision_of
 from experiments.kernel_cases import KernelCase, find_cases
 from experiments.timing import time_interleaved
 from pallas_kernels.device import current_device
 from pallas_kernels.tiles import TABLES, read_table, with_tiles
+from pallas_kernels.traffic import count_traffic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,8 @@ def _time_candidates(case: KernelCase, kernel: str, options, config: TuneConfig,
         except Exception as error:
             console.print(f"{case.title}: {tiles} does not compile: {str(error)[:300]}")
             continue
-        difference = _difference(program(*inputs), expected)
-        if difference > AGREEMENT[_precision(inputs)]:
+        difference = difference_of(program(*inputs), expected)
+        if difference > AGREEMENT[precision_of(inputs)]:
             console.print(f"[red]{case.title}: {tiles} is off by {difference:.1e}: left out[/]")
             continue
         calls[tiles] = functools.partial(program, *inputs)
@@ -100,6 +101,70 @@ def tune_by_schedule(config: TuneConfig, console: Console) -> dict[str, dict[str
             continue
         with with_tiles(**{kernel: tiles}):
             form = case.function("mosaic_tpu")
-            work = _scheduled_seconds(form, case.specs(), record["bundles"])
+            work = _scheduled_seconds(form, case.specs(), record["bundles"], config.chip)
         cost.setdefault(kernel, {}).setdefault(tiles, []).append(work)
     return _choose(cost, "seconds by schedule", console)
+
+
+# Clock in Hz and HBM bytes per second of the TPUs; published figures, for ranking candidates only.
+_TPU_RATES = {
+    "v5e": (1.5e9, 0.82e12),
+    "v5p": (1.75e9, 2.77e12),
+    "v6e": (1.75e9, 1.64e12),
+    "tpu7x": (1.9e9, 3.7e12),
+}
+
+
+def _scheduled_seconds(function, specs, bundles: dict[str, int], chip: str) -> float:
+    """Sum over the Pallas calls of max(bundles x grid steps / clock, bytes / bandwidth)."""
+    clock, bandwidth = _TPU_RATES[chip]
+    return sum(
+        max(bundles.get(call.name, 0) * call.steps / clock, call.bytes / bandwidth)
+        for call in count_traffic(function, *specs)
+    )
+
+
+def _choose(cost: dict[str, dict], unit: str, console: Console) -> dict[str, dict[str, int]]:
+    """Print every kernel's candidates and return the fields of the best of those that always ran.
+
+    A candidate is judged by the sum over the calls of its kernel.
+    """
+    chosen = {}
+    for kernel, candidates in cost.items():
+        most = max(len(values) for values in candidates.values())
+        complete = {t: sum(v) for t, v in candidates.items() if len(v) == most}
+        table = Table(title=kernel, title_justify="left")
+        table.add_column("tiles")
+        table.add_column(unit, justify="right")
+        for tiles, value in sorted(complete.items(), key=lambda item: item[1]):
+            table.add_row(str(dataclasses.asdict(tiles)), f"{value * 1e3:.3f} ms")
+        console.print(table)
+        chosen[kernel] = dataclasses.asdict(min(complete, key=complete.get))
+    return chosen
+
+
+def main(config: TuneConfig) -> None:
+    """Tune, print, and write the table unless told not to."""
+    console = Console()
+    device = config.chip or current_device().name
+    if config.chip is None and current_device().platform == "cpu":
+        raise SystemExit(
+            "this machine has no TPU or GPU to tune for; name a chip to tune by its compiler: "
+            "--chip v6e"
+        )
+    chosen = (tune_by_schedule if config.chip else tune_here)(config, console)
+    if not chosen:
+        console.print("nothing to write: no kernel of these calls has candidates that ran")
+        return
+    if config.dry:
+        return
+    table = read_table(device) | chosen
+    file = TABLES / f"{device}.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(file)
+    console.print(f"{file}: {len(chosen)} kernels written")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(TuneConfig))
