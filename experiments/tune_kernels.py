@@ -2,7 +2,7 @@
 
     python -m experiments.tune_kernels                      # this machine's device: by time
     python -m experiments.tune_kernels --op kda --dry       # look, write nothing
-    python -m experiments.tune_kernels --chip v6e           # a chip that is not here: by its compiler
+    python -m experiments.tune_kernels --chip v6e           # a TPU that is not here
 
 With the device at hand the candidates of a call take turns in one process and the fastest median
 wins; candidates that do not compile or whose results differ are named and left out. For a TPU that

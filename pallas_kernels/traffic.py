@@ -52,7 +52,6 @@ def _traffic(eqn) -> Traffic:
         array = block.array_aval if hasattr(block, "array_aval") else block.array_shape_dtype
         if str(getattr(block.transformed_block_aval, "memory_space", "")) in ("any", "hbm"):
             raise NotImplementedError("blocks left in HBM move by hand; count them in the test")
-            assert index_map is not None
         closed = block.index_map_jaxpr
 
         def index(*step, closed=closed):
