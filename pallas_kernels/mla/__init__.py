@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.mla import reference, xla
+from pallas_kernels.mla.options import AttentionOptions
 
 _FORMS = {"reference": reference.mla_attention, "xla": xla.mla_attention}
 
@@ -20,8 +21,10 @@ def mla_attention(
     kv_segment_ids: jax.Array | None = None,
     q_offset: int | jax.Array = 0,
     causal: bool = True,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    return_max: bool = False,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend from each query to the keys before it (or all keys) of its segment.
 
         output[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]
@@ -39,15 +42,21 @@ def mla_attention(
         kv_segment_ids: int [B, S] of the keys; None takes `segment_ids`, which needs S = T.
         q_offset: position of the first query among the keys, an int or int32 [] or [B].
         causal: False lets a query see every key of its segment, whatever the offset.
-        implementation: None, "reference" or "xla".
+        output_dtype: of the output, float32 or bfloat16; None takes q.dtype.
+        return_max: also return the largest scaled score of each head, for QK-clip. No gradient
+            passes through it.
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
-        output [B, T, H, V] in q.dtype; scores and softmax are float32.
+        output [B, T, H, V]; scores and softmax are float32. With `return_max` (output, max), where
+        max is the largest scale * q[t] . k[s] over all pairs that see each other, float32 [B, H],
+        -inf where none does.
 
     Raises:
         ValueError: shapes disagree, one of the ids is missing, or the implementation is unknown.
-        TypeError: q, k or v is not floating point, or ids or offset are not integers.
-        NotImplementedError: the implementation is known but not built.
+        TypeError: q, k, v or the output is not floating point, or ids or offset are not integers.
+        NotImplementedError: the named implementation does not run on the device or does not take
+            these shapes or dtypes.
     """
     op = "mla_attention"
     form = _FORMS[choose_implementation(op, implementation)]
@@ -76,13 +85,18 @@ def mla_attention(
         require_shape(op, (batch, num_keys), "(B, S of k)", kv_segment_ids=kv_segment_ids)
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
         kv_segment_ids = jnp.asarray(kv_segment_ids, jnp.int32)
-    q_offset = jnp.asarray(q_offset)
-    require_integer(op, q_offset=q_offset)
-    if q_offset.shape not in ((), (batch,)):
-        raise ValueError(f"{op}: q_offset has shape {q_offset.shape}; expected () or ({batch},)")
-    # The last key position that each query may see.
-    q_limits = jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)[:, None]
-    q_limits = q_limits + jnp.arange(num_queries)
-    if not causal:
-        q_limits = jnp.full_like(q_limits, num_keys - 1)
-    return form(q, k, v, scale, segment_ids, kv_segment_ids, q_limits)
+    if not isinstance(q_offset, int):
+        q_offset = jnp.asarray(q_offset)
+        require_integer(op, q_offset=q_offset)
+        if q_offset.shape not in ((), (batch,)):
+            raise ValueError(
+                f"{op}: q_offset has shape {q_offset.shape}; expected () or ({batch},)"
+            )
+    output_dtype = jnp.dtype(q.dtype if output_dtype is None else output_dtype)
+    if not jnp.issubdtype(output_dtype, jnp.floating):
+        raise TypeError(f"{op}: output_dtype={output_dtype} is not a float type")
+    options = AttentionOptions(
+        scale=float(scale), causal=causal, output_dtype=output_dtype, return_max=return_max
+    )
+    output, largest = form(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    return (output, largest) if return_max else output

@@ -3,17 +3,20 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mla.options import AttentionOptions, query_limits
+
 
 def mla_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    scale: float,
+    options: AttentionOptions,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    q_limits: jax.Array,
-) -> jax.Array:
+    q_offset: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.mla_attention`; float64 operands are computed in float64."""
+    q_limits = query_limits(q_offset, *q.shape[:2], k.shape[1], options.causal)
     if segment_ids is None:
         segment_ids = jnp.ones(q.shape[:2], jnp.int32)
         kv_segment_ids = jnp.ones(k.shape[:2], jnp.int32)
@@ -28,12 +31,15 @@ def mla_attention(
         values = jnp.where(sees[:, :, None, None], v, 0).astype(precise)
         sees_any = jnp.any(sees, axis=1)
         query = jnp.where(sees_any[:, None, None], query, 0).astype(precise)
-        scores = scale * jnp.einsum("bhk,bshk->bhs", query, keys)
+        scores = options.scale * jnp.einsum("bhk,bshk->bhs", query, keys)
         # A query that sees nothing takes the softmax of zeros; its output is replaced below.
         visible = (sees | ~sees_any[:, None])[:, None, :]
+        largest = jnp.max(jnp.where(sees[:, None, :], scores, -jnp.inf), axis=-1)
         probabilities = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         output = jnp.einsum("bhs,bshv->bhv", probabilities, values)
-        return jnp.where(sees_any[:, None, None], output, 0)
+        return jnp.where(sees_any[:, None, None], output, 0), largest
 
     tokens = tuple(jnp.moveaxis(array, 1, 0) for array in (q, segment_ids, q_limits))
-    return jnp.moveaxis(jax.lax.map(attend, tokens), 0, 1).astype(q.dtype)
+    output, largest = jax.lax.map(attend, tokens)
+    output = jnp.moveaxis(output, 0, 1).astype(options.output_dtype)
+    return output, jax.lax.stop_gradient(jnp.max(largest, axis=0))

@@ -16,9 +16,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import align_varying
+from pallas_kernels.mla.options import AttentionOptions, query_limits
 
-# Operands are float32 here: accelerators must not fall back to a shorter product.
-_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Einsum summed in float32 (or float64); x is rounded to the dtype of y first.
+
+    Of float32 operands accelerators must not form a shorter product.
+    """
+    exact = y.dtype != jnp.bfloat16
+    return jnp.einsum(
+        letters,
+        x.astype(y.dtype),
+        y,
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.promote_types(y.dtype, jnp.float32),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,28 +54,29 @@ def mla_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    scale: float,
+    options: AttentionOptions,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    q_limits: jax.Array,
-) -> jax.Array:
+    q_offset: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.mla_attention`."""
+    q_limits = query_limits(q_offset, *q.shape[:2], k.shape[1], options.causal)
     if segment_ids is None:
         q, k, v, q_limits = align_varying(q, k, v, q_limits)
         ids = None
     else:
         q, k, v, q_limits, *ids = align_varying(q, k, v, q_limits, segment_ids, kv_segment_ids)
-    return _attention(scale, q, k, v, ids, q_limits)
+    return _attention(options, q, k, v, ids, q_limits)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tiled:
-    """Operands as [B, H, tokens, width] in the precision of the computation, padded to tiles.
+    """Operands as [B, H, tokens, width], padded to tiles.
 
     What no query may see is zero, so that a product with probability 0 is 0.
     """
 
-    q: jax.Array  # times scale
+    q: jax.Array
     k: jax.Array
     v: jax.Array
     q_ids: jax.Array | None  # [B, T], 0 is padding
@@ -80,8 +94,7 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, padding)
 
 
-def _tiled(scale, q, k, v, ids, q_limits) -> _Tiled:
-    precise = jnp.promote_types(q.dtype, jnp.float32)
+def _tiled(q, k, v, ids, q_limits) -> _Tiled:
     tiles = _tiles_for(k.shape[1])
     num_q, num_k = min(tiles.queries, q.shape[1]), min(tiles.keys, k.shape[1])
     q_ids, k_ids = (None, None) if ids is None else ids
@@ -91,10 +104,10 @@ def _tiled(scale, q, k, v, ids, q_limits) -> _Tiled:
         k_is_real &= k_ids != 0
 
     def heads_first(x, is_real, tokens):
-        x = jnp.where(is_real[:, :, None, None], x, 0).astype(precise)
+        x = jnp.where(is_real[:, :, None, None], x, 0)
         return _pad(jnp.swapaxes(x, 1, 2), 2, tokens)
 
-    q = heads_first(q, q_is_real, num_q) * scale
+    q = heads_first(q, q_is_real, num_q)
     k, v = heads_first(k, k_is_real, num_k), heads_first(v, k_is_real, num_k)
     if ids is not None:
         q_ids, k_ids = _pad(q_ids, 1, num_q), _pad(k_ids, 1, num_k)
@@ -126,7 +139,9 @@ def _slice(x: jax.Array, index: Any, tokens: int, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index * tokens, tokens, axis)
 
 
-def _scores(tiled: _Tiled, q: jax.Array, i: Any, k: jax.Array, j: Any) -> jax.Array:
+def _scores(
+    tiled: _Tiled, scale: float, q: jax.Array, i: Any, k: jax.Array, j: Any
+) -> jax.Array:
     """Return scores [B, H, num_q, num_k] of two tiles, -inf where the query may not see the key."""
     positions = j * tiled.num_k + jnp.arange(tiled.num_k)
     sees = positions <= _slice(tiled.q_limits, i, tiled.num_q, 1)[:, :, None]
@@ -134,7 +149,7 @@ def _scores(tiled: _Tiled, q: jax.Array, i: Any, k: jax.Array, j: Any) -> jax.Ar
         q_ids = _slice(tiled.q_ids, i, tiled.num_q, 1)[:, :, None]
         k_ids = _slice(tiled.k_ids, j, tiled.num_k, 1)[:, None, :]
         sees &= (q_ids == k_ids) & (q_ids != 0)
-    return jnp.where(sees[:, None], _product("bhtk,bhsk->bhts", q, k), -jnp.inf)
+    return jnp.where(sees[:, None], _product("bhtk,bhsk->bhts", q, k) * scale, -jnp.inf)
 
 
 def _over_queries(tiled: _Tiled, step: Callable, carry: Any) -> tuple[Any, Any]:
@@ -158,19 +173,21 @@ def _over_keys(tiled: _Tiled, i: Any, step: Callable, carry: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(scale, q, k, v, ids, q_limits):
-    return _attention_forward(scale, q, k, v, ids, q_limits)[0]
+def _attention(options, q, k, v, ids, q_limits):
+    return _attention_forward(options, q, k, v, ids, q_limits)[0]
 
 
-def _attention_forward(scale, q, k, v, ids, q_limits):
-    tiled = _tiled(scale, q, k, v, ids, q_limits)
+def _attention_forward(options, q, k, v, ids, q_limits):
+    tiled = _tiled(q, k, v, ids, q_limits)
+    precise = jnp.promote_types(q.dtype, jnp.float32)
 
     def query_tile(carry, i):
         q_tile = _slice(tiled.q, i, tiled.num_q, 2)
 
         def key_tile(j, running):
             peak, total, output = running  # [B, H, num_q] twice, [B, H, num_q, V]
-            scores = _scores(tiled, q_tile, i, _slice(tiled.k, j, tiled.num_k, 2), j)
+            k_tile = _slice(tiled.k, j, tiled.num_k, 2)
+            scores = _scores(tiled, options.scale, q_tile, i, k_tile, j)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
             # A query that saw nothing yet has peak -inf; exp(-inf - 0) is 0, never NaN.
             finite_peak = jnp.where(new_peak == -jnp.inf, 0, new_peak)
@@ -180,29 +197,31 @@ def _attention_forward(scale, q, k, v, ids, q_limits):
             output = output * shrink[..., None] + _product("bhts,bhsv->bhtv", weights, values)
             return new_peak, total * shrink + jnp.sum(weights, axis=-1), output
 
-        zeros = jnp.zeros_like(q_tile, shape=(*q_tile.shape[:3], v.shape[-1]))
+        zeros = jnp.zeros_like(q_tile, precise, shape=(*q_tile.shape[:3], v.shape[-1]))
         start = (zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
         peak, total, output = _over_keys(tiled, i, key_tile, start)
         sees_any = total > 0
         total = jnp.where(sees_any, total, 1)
         # +inf turns every probability of a query that sees nothing into 0 in the backward pass.
         log_sum = jnp.where(sees_any, peak + jnp.log(total), jnp.inf)
-        return carry, (output / total[..., None], log_sum)
+        return carry, (output / total[..., None], log_sum, peak)
 
-    _, (output, log_sum) = _over_queries(tiled, query_tile, ())
+    _, (output, log_sum, peak) = _over_queries(tiled, query_tile, ())
     num_queries = q.shape[1]
-    output = jnp.swapaxes(output[:, :, :num_queries], 1, 2).astype(q.dtype)
-    return output, (q, k, v, ids, q_limits, output, log_sum[:, :, :num_queries])
+    output = jnp.swapaxes(output[:, :, :num_queries], 1, 2).astype(options.output_dtype)
+    kept = (q, k, v, ids, q_limits, output, log_sum[:, :, :num_queries])
+    return (output, jnp.max(peak[:, :, :num_queries], axis=2)), kept
 
 
-def _attention_backward(scale, kept, d_output):
+def _attention_backward(options, kept, cotangents):
     q, k, v, ids, q_limits, output, log_sum = kept
-    tiled = _tiled(scale, q, k, v, ids, q_limits)
-    precise = tiled.q.dtype
+    d_output = cotangents[0]
+    tiled = _tiled(q, k, v, ids, q_limits)
+    precise = jnp.promote_types(q.dtype, jnp.float32)
     sees_any = jnp.swapaxes(log_sum < jnp.inf, 1, 2)[..., None]
     d_output = jnp.where(sees_any, d_output, 0).astype(precise)  # [B, T, H, V]
     offset = jnp.sum(d_output * output, axis=-1)
-    d_output = _pad(jnp.swapaxes(d_output, 1, 2), 2, tiled.num_q)
+    d_output = _pad(jnp.swapaxes(d_output.astype(q.dtype), 1, 2), 2, tiled.num_q)
     offset = _pad(jnp.swapaxes(offset, 1, 2), 2, tiled.num_q)
     num_extra = -log_sum.shape[2] % tiled.num_q
     log_sum = jnp.pad(log_sum, ((0, 0), (0, 0), (0, num_extra)), constant_values=jnp.inf)
@@ -216,7 +235,8 @@ def _attention_backward(scale, kept, d_output):
         def key_tile(j, running):
             d_q, d_k, d_v = running
             k_tile, v_tile = (_slice(x, j, tiled.num_k, 2) for x in (tiled.k, tiled.v))
-            weights = jnp.exp(_scores(tiled, q_tile, i, k_tile, j) - log_sum_tile)
+            scores = _scores(tiled, options.scale, q_tile, i, k_tile, j)
+            weights = jnp.exp(scores - log_sum_tile)
             d_weights = _product("bhtv,bhsv->bhts", d_out_tile, v_tile)
             d_scores = weights * (d_weights - offset_tile)
             d_q += _product("bhts,bhsk->bhtk", d_scores, k_tile)
@@ -229,16 +249,18 @@ def _attention_backward(scale, kept, d_output):
             d_v = add(d_v, _product("bhts,bhtv->bhsv", weights, d_out_tile))
             return d_q, d_k, d_v
 
-        d_q, d_k, d_v = _over_keys(tiled, i, key_tile, (jnp.zeros_like(q_tile), *carry))
+        start = (jnp.zeros_like(q_tile, precise), *carry)
+        d_q, d_k, d_v = _over_keys(tiled, i, key_tile, start)
         return (d_k, d_v), d_q
 
-    start = (jnp.zeros_like(tiled.k), jnp.zeros_like(tiled.v))
+    start = (jnp.zeros_like(tiled.k, precise), jnp.zeros_like(tiled.v, precise))
     (d_k, d_v), d_q = _over_queries(tiled, query_tile, start)
 
     def tokens_first(gradient, operand):
         return jnp.swapaxes(gradient[:, :, : operand.shape[1]], 1, 2).astype(operand.dtype)
 
-    return tokens_first(d_q * scale, q), tokens_first(d_k, k), tokens_first(d_v, v), None, None
+    d_q, d_k = d_q * options.scale, d_k * options.scale
+    return tokens_first(d_q, q), tokens_first(d_k, k), tokens_first(d_v, v), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

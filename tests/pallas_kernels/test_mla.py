@@ -120,7 +120,7 @@ def test_mla_attention_visits_only_tiles_that_meet(monkeypatch):
     x = jnp.zeros((1, 16, 1, 2))
 
     def bounds(q_limits):
-        tiled = xla._tiled(1.0, x, x, x, (ids, ids), q_limits[None])
+        tiled = xla._tiled(x, x, x, (ids, ids), q_limits[None])
         return list(zip(tiled.first_tile.tolist(), tiled.last_tile.tolist(), strict=True))
 
     assert bounds(jnp.arange(16)) == [(0, 1), (0, 2), (1, 3), (0, 0)]
