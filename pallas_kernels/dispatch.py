@@ -15,7 +15,10 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
 
 # op -> implementations that exist.
 BUILT = {
-    "attention_residual": ("reference", "xla"),
+    "attention_residual": ("reference", "xla", "mosaic_tpu"),
+    "cross_entropy": ("reference", "xla"),
+    "grouped_apply": ("reference", "xla"),
+    "grouped_glu": ("reference", "xla"),
     "grouped_matmul": ("reference", "xla"),
     "kda": ("reference", "xla"),
     "mla_attention": ("reference", "xla"),

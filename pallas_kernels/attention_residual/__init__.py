@@ -3,11 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_residual import reference, xla
+from pallas_kernels.attention_residual import mosaic_tpu, reference, xla
 from pallas_kernels.checks import require_floating, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
 
-_FORMS = {"reference": reference.attention_residual, "xla": xla.attention_residual}
+_FORMS = {
+    "reference": reference.attention_residual,
+    "xla": xla.attention_residual,
+    "mosaic_tpu": mosaic_tpu.attention_residual,
+}
 
 
 def attention_residual(
@@ -46,7 +50,6 @@ def attention_residual(
         TypeError: an array is not floating point, or count is not an integer.
         NotImplementedError: the implementation is known but not built.
     """
-    form = _FORMS[choose_implementation("attention_residual", implementation)]
     require_rank("attention_residual", "B T D", current=current)
     require_rank("attention_residual", "N B T D", bank=bank)
     require_floating("attention_residual", bank=bank, current=current, query=query)
@@ -63,4 +66,6 @@ def attention_residual(
                 f"attention_residual: count={count} is outside 0..{bank.shape[0]}, "
                 "the entries of the bank"
             )
+    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(bank, current)}
+    form = _FORMS[choose_implementation("attention_residual", implementation, limits)]
     return form(bank, current, query, count, eps)

@@ -1,0 +1,106 @@
+"""The depth mixture: 8 blocks and the current sum, one whole pass over them in each direction."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from experiments.kernel_cases.case import KernelCase
+from pallas_kernels.attention_residual import mosaic_tpu
+
+_K3 = (8, 1, 8192, 7168)  # N, B, T, D
+_SMALL = (4, 2, 300, 256)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _arrays(shape, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return (
+        jax.random.normal(keys[0], shape, dtype),
+        jax.random.normal(keys[1], shape[1:], dtype),
+        jax.random.normal(keys[2], shape[-1:]) / shape[-1] ** 0.5,
+        jax.random.normal(keys[3], shape[1:], dtype),
+    )
+
+
+def _mix(implementation, bank, current, query):
+    return pallas_kernels.attention_residual(
+        bank, current, query, bank.shape[0], eps=1e-5, implementation=implementation
+    )
+
+
+def _forward(implementation):
+    return lambda bank, current, query, _: _mix(implementation, bank, current, query)[0]
+
+
+def _forward_and_backward(implementation):
+    def run(bank, current, query, d_mixed):
+        mixed, transpose = jax.vjp(
+            lambda *operands: _mix(implementation, *operands)[0], bank, current, query
+        )
+        return mixed, transpose(d_mixed)
+
+    return run
+
+
+def _naive(bank, current, query):
+    rows = jnp.concatenate([bank, current[None]]).astype(jnp.float32)
+    inverse_norm = jax.lax.rsqrt(jnp.mean(rows * rows, axis=-1) + 1e-5)
+    scores = jnp.einsum("nbtd,d->nbt", rows, query, precision="highest") * inverse_norm
+    return jnp.einsum("nbt,nbtd->btd", jax.nn.softmax(scores, axis=0), rows).astype(current.dtype)
+
+
+def _naive_and_backward(bank, current, query, d_mixed):
+    mixed, transpose = jax.vjp(_naive, bank, current, query)
+    return mixed, transpose(d_mixed)
+
+
+def _cases(size, shape, dtype):
+    make_inputs = functools.partial(_arrays, shape, dtype)
+    row_bytes = jnp.dtype(dtype).itemsize * shape[1] * shape[2] * shape[3]
+    elements, rows = shape[1] * shape[2] * shape[3], shape[0] + 1
+    candidates = (
+        {
+            "attention_residual": tuple(
+                mosaic_tpu.Tiles(forward_tokens=forward, backward_tokens=backward)
+                for forward, backward in ((64, 32), (128, 64), (256, 128))
+            )
+        }
+        if size == "k3"
+        else {}
+    )
+    suffix = "" if dtype == jnp.bfloat16 else " float32"
+    return [
+        KernelCase(
+            op="attention_residual",
+            name=f"forward{suffix}",
+            size=size,
+            make_inputs=make_inputs,
+            function=_forward,
+            flops=6 * rows * elements,
+            bytes=(rows + 1) * row_bytes,
+            baselines={"naive": lambda bank, current, query, _: _naive(bank, current, query)},
+            candidates=candidates,
+        ),
+        KernelCase(
+            op="attention_residual",
+            name=f"forward+backward{suffix}",
+            size=size,
+            make_inputs=make_inputs,
+            function=_forward_and_backward,
+            flops=18 * rows * elements,
+            # Forward: rows in, mixture out. Backward: rows and its gradient in, gradients out.
+            bytes=(3 * rows + 2) * row_bytes,
+            baselines={"naive": _naive_and_backward},
+            candidates=candidates,
+        ),
+    ]
+
+
+CASES = [
+    *_cases("k3", _K3, jnp.bfloat16),
+    *_cases("k3", _K3, jnp.float32),
+    *_cases("small", _SMALL, jnp.bfloat16),
+    *_cases("small", _SMALL, jnp.float32),
+]

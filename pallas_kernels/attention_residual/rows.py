@@ -1,0 +1,84 @@
+"""What the kernels of both platforms share: the packed statistics and the differentiable whole.
+
+A kernel keeps three numbers per row for its backward pass. They lie in one array [B, T, 128]
+float32 in groups of `SLOTS`: probabilities, scores, inverse norms; within a group bank entries
+0 .. N-1, then the current sum. 128 is what one such row takes on a TPU anyway.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import align_varying
+
+LANES = 128
+SLOTS = 32  # rows that a group of statistics has room for
+
+
+def unsupported(bank: jax.Array, current: jax.Array) -> str | None:
+    """Why the kernels do not take these arguments, or None."""
+    num_entries, width = bank.shape[0], current.shape[-1]
+    if width % LANES:
+        return f"D={width} is not a multiple of {LANES}"
+    if num_entries >= SLOTS:
+        return f"bank has {num_entries} entries; at most {SLOTS - 1} are supported"
+    if current.dtype not in (jnp.float32, jnp.bfloat16) or bank.dtype != current.dtype:
+        return (
+            f"bank has dtype {bank.dtype} and current {current.dtype}; both must be float32 or "
+            "both bfloat16"
+        )
+    return None
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+    """Return the op made of two kernels, with the signature of the other forms.
+
+    Args:
+        forward: (bank, current, query [D] float32, count, eps) -> mixed, statistics [B, T, 128].
+        backward: (bank, current, query, count, statistics, d_mixed, d_probabilities
+            [B, T, 128] float32) -> d_bank, d_current, d_query [D] float32.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def mix(eps, known_count, bank, current, query, count):
+        return mix_forward(eps, known_count, bank, current, query, count)[0]
+
+    def mix_forward(eps, known_count, bank, current, query, count):
+        existing = count if known_count is None else known_count
+        mixed, statistics = forward(bank, current, query, existing, eps)
+        probabilities = statistics[..., : bank.shape[0] + 1]
+        return (mixed, probabilities), (bank, current, query, count, statistics)
+
+    def mix_backward(eps, known_count, kept, cotangents):
+        del eps
+        bank, current, query, count, statistics = kept
+        d_mixed, d_probabilities = cotangents
+        padding = [(0, 0)] * 2 + [(0, LANES - d_probabilities.shape[-1])]
+        d_bank, d_current, d_query = backward(
+            bank, current, query, count if known_count is None else known_count, statistics,
+            d_mixed, jnp.pad(d_probabilities, padding),
+        )  # fmt: skip
+        return d_bank, d_current, d_query, None
+
+    mix.defvjp(mix_forward, mix_backward)
+
+    def attention_residual(bank, current, query, count, eps):
+        """See `pallas_kernels.attention_residual`."""
+        query = query.astype(jnp.float32)
+        known = count if isinstance(count, int) else None
+        if known == 0 or bank.shape[0] == 0:
+            one = jnp.ones((*current.shape[:-1], 1), jnp.float32)
+            return current, jnp.pad(one, ((0, 0), (0, 0), (bank.shape[0], 0)))
+        bank, current, query, count = align_varying(
+            bank, current, query, jnp.asarray(count, jnp.int32)
+        )
+        if current.shape[1] != 1:
+            return mix(eps, known, bank, current, query, count)
+        # Single tokens of many sequences, as in decoding: one row of tokens.
+        bank, current = jnp.swapaxes(bank, 1, 2), jnp.swapaxes(current, 0, 1)
+        mixed, probabilities = mix(eps, known, bank, current, query, count)
+        return jnp.swapaxes(mixed, 0, 1), jnp.swapaxes(probabilities, 0, 1)
+
+    return attention_residual
