@@ -10,25 +10,39 @@ The folder of an op bears the name of its function. All folders are loaded here,
 """
 
 from pallas_kernels.attention_residual import attention_residual
+from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.dispatch import Choice, choices_made
-from pallas_kernels.grouped_matmul import grouped_apply, grouped_matmul
+from pallas_kernels.grouped_matmul import (
+    SituGLU,
+    SwiGLU,
+    grouped_apply,
+    grouped_glu,
+    grouped_matmul,
+)
 from pallas_kernels.interpret import interpreted
 from pallas_kernels.kda import kda, kda_decode, kda_gate
 from pallas_kernels.mla import mla_attention
 from pallas_kernels.mxfp4 import MXFP4
+from pallas_kernels.mxfp8 import MXFP8, quantize_mxfp8
 from pallas_kernels.short_conv import short_conv
 
 __all__ = [
     "MXFP4",
+    "MXFP8",
     "Choice",
+    "SituGLU",
+    "SwiGLU",
     "attention_residual",
     "choices_made",
+    "cross_entropy",
     "grouped_apply",
+    "grouped_glu",
     "grouped_matmul",
     "interpreted",
     "kda",
     "kda_decode",
     "kda_gate",
     "mla_attention",
+    "quantize_mxfp8",
     "short_conv",
 ]

@@ -1,5 +1,6 @@
 """Products of row groups with one matrix per group, and any function applied group by group."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,22 @@ import numpy as np
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul.activations import SituGLU, SwiGLU
 from pallas_kernels.mxfp4 import MXFP4
+from pallas_kernels.mxfp8 import MXFP8
+
+__all__ = ["SituGLU", "SwiGLU", "choose", "grouped_apply", "grouped_glu", "grouped_matmul"]
+
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
 _PRODUCTS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
+_GATED = {"reference": reference.grouped_glu, "xla": xla.grouped_glu}
 _APPLICATIONS = {"reference": reference.grouped_apply, "xla": xla.grouped_apply}
+_LIMITS = {}
 
 
 def grouped_matmul(
-    x: jax.Array,
+    x: jax.Array | MXFP8,
     weights: jax.Array | MXFP4,
     group_sizes: jax.Array,
     *,
@@ -32,36 +41,84 @@ def grouped_matmul(
     empty. Rows past the last group are not read (they may hold NaN) and get no gradient.
 
     Args:
-        x: rows sorted by group [M, K], float32 or bfloat16.
+        x: rows sorted by group [M, K], float32 or bfloat16; or, for `MXFP4` weights, `MXFP8`,
+            which stands for its dequantised numbers and gets no gradient.
         weights: one matrix per group [E, K, N]; an `MXFP4` stack is multiplied as stored and
             gets no gradient.
         group_sizes: int [E] with a sum of at most M.
-        implementation: None, "reference" or "xla".
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
-        output [M, N] in x.dtype, accumulated in float32. Gradients of x and weights are
-        accumulated in float32 and returned in their own dtypes.
+        output [M, N] in x.dtype (bfloat16 for `MXFP8`), accumulated in float32. Gradients of x and
+        weights are accumulated in float32 and returned in their own dtypes.
 
     Raises:
         ValueError: shapes disagree, or the implementation is unknown.
-        TypeError: x or weights is not floating point, or group_sizes is not integer.
-        NotImplementedError: the implementation is known but not built.
+        TypeError: x or weights is not floating point, group_sizes is not integer, or x is `MXFP8`
+            and weights are not `MXFP4`.
+        NotImplementedError: the named implementation does not run on the device or does not take
+            these shapes or dtypes.
     """
-    form = _PRODUCTS[choose_implementation("grouped_matmul", implementation)]
-    require_rank("grouped_matmul", "M K", x=x)
-    require_rank("grouped_matmul", "E K N", weights=weights)
-    if isinstance(weights, MXFP4):
-        weights.check("grouped_matmul")
-    else:
-        require_floating("grouped_matmul", weights=weights)
-    if weights.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"grouped_matmul: weights {weights.shape} [E, K, N] cannot multiply x {x.shape} [M, K]"
-        )
-    _check_groups("grouped_matmul", x, weights.shape[0], group_sizes)
-    # Rows may be chosen by traced indices, which numpy arrays do not take.
-    x, weights = jax.tree.map(jnp.asarray, (x, weights))
-    return form(x, weights, jnp.asarray(group_sizes, jnp.int32))
+    op = "grouped_matmul"
+    x, weights, group_sizes = _checked(op, x, {"weights": weights}, group_sizes)
+    return _PRODUCTS[choose(op, implementation, x, *weights)](x, *weights, group_sizes)
+
+
+def grouped_glu(
+    x: jax.Array | MXFP8,
+    gate: jax.Array | MXFP4,
+    up: jax.Array | MXFP4,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The activation of two grouped products, which themselves need not be written to memory.
+
+        output[m] = activation(x[m] @ gate[e], x[m] @ up[e])     for rows m of group e, else 0.
+
+    The backward pass computes both products again.
+
+    Args:
+        x: rows sorted by group [M, K], float32 or bfloat16; or, for `MXFP4` weights, `MXFP8`.
+        gate: one matrix per group [E, K, N], or an `MXFP4` stack, which gets no gradient.
+        up: the same.
+        group_sizes: int [E] with a sum of at most M.
+        activation: elementwise function of the two products, `SituGLU(4.0, 25.0)` for the released
+            model. It must not close over traced values and, to be compiled once, should be hashable
+            by value.
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
+
+    Returns:
+        output [M, N] in x.dtype (bfloat16 for `MXFP8`).
+
+    Raises:
+        ValueError: shapes disagree, or the implementation is unknown.
+        TypeError: an array is not floating point, group_sizes is not integer, one of gate and up
+            is packed and the other is not, or x is `MXFP8` and they are not packed.
+        NotImplementedError: the named implementation does not run on the device or does not take
+            these shapes or dtypes.
+    """
+    op = "grouped_glu"
+    if isinstance(gate, MXFP4) != isinstance(up, MXFP4):
+        raise TypeError(f"{op}: one of gate and up is MXFP4 and the other is not")
+    x, (gate, up), group_sizes = _checked(op, x, {"gate": gate, "up": up}, group_sizes)
+    if gate.shape != up.shape:
+        raise ValueError(f"{op}: gate {gate.shape} and up {up.shape} must have one shape")
+    form = _GATED[choose(op, implementation, x, gate, up)]
+    return form(x, gate, up, group_sizes, activation)
+
+
+def choose(op: str, implementation: str | None, x, *weights) -> str:
+    """Return what runs for these arguments of `grouped_matmul` or `grouped_glu`.
+
+    Raises:
+        ValueError, NotImplementedError: see `pallas_kernels.dispatch.choose_implementation`.
+    """
+    limits = {
+        name: functools.partial(unsupported, x, *weights) for name, unsupported in _LIMITS.items()
+    }
+    return choose_implementation(op, implementation, limits)
 
 
 def grouped_apply(
@@ -96,7 +153,7 @@ def grouped_apply(
         TypeError: x or a parameter is not floating point, or group_sizes is not integer.
         NotImplementedError: the implementation is known but not built.
     """
-    form = _APPLICATIONS[choose_implementation("grouped_matmul", implementation)]
+    form = _APPLICATIONS[choose_implementation("grouped_apply", implementation)]
     require_rank("grouped_apply", "M K", x=x)
     leaves = jax.tree.leaves(parameters)
     if not leaves:
@@ -113,8 +170,32 @@ def grouped_apply(
     return form(function, x, parameters, jnp.asarray(group_sizes, jnp.int32))
 
 
-def _check_groups(op: str, x: jax.Array, num_groups: int, group_sizes: jax.Array) -> None:
-    require_floating(op, x=x)
+def _checked(op: str, x, weights: dict, group_sizes):
+    """Arguments as jax arrays, shapes and dtypes checked."""
+    require_rank(op, "M K", x=x)
+    require_rank(op, "E K N", **weights)
+    if isinstance(x, MXFP8):
+        x.check(f"{op}: x")
+    for name, matrices in weights.items():
+        if isinstance(matrices, MXFP4):
+            matrices.check(op)
+        else:
+            require_floating(op, **{name: matrices})
+            if isinstance(x, MXFP8):
+                raise TypeError(f"{op}: x is MXFP8; {name} must be MXFP4, not {matrices.dtype}")
+        if matrices.shape[1] != x.shape[1]:
+            raise ValueError(
+                f"{op}: {name} {matrices.shape} [E, K, N] cannot multiply x {x.shape} [M, K]"
+            )
+        _check_groups(op, x, matrices.shape[0], group_sizes)
+    # Rows may be chosen by traced indices, which numpy arrays do not take.
+    x, matrices = jax.tree.map(jnp.asarray, (x, tuple(weights.values())))
+    return x, matrices, jnp.asarray(group_sizes, jnp.int32)
+
+
+def _check_groups(op: str, x, num_groups: int, group_sizes: jax.Array) -> None:
+    if not isinstance(x, MXFP8):
+        require_floating(op, x=x)
     require_shape(op, (num_groups,), "(one entry per group)", group_sizes=group_sizes)
     require_integer(op, group_sizes=group_sizes)
     if num_groups == 0:

@@ -7,13 +7,32 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mxfp4 import MXFP4
+from pallas_kernels.mxfp8 import MXFP8
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array | MXFP4, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array | MXFP8, weights: jax.Array | MXFP4, group_sizes: jax.Array
+) -> jax.Array:
     """See `pallas_kernels.grouped_matmul`; float64 operands are computed in float64."""
-    if isinstance(weights, MXFP4):
-        weights = weights.dequantize(jnp.float32, implementation="reference")
-    return grouped_apply(lambda row, matrix: row @ matrix, x, weights, group_sizes)
+    return _apply(lambda row, matrix: row @ matrix[0], x, (weights,), group_sizes)
+
+
+def grouped_glu(x, gate, up, group_sizes, activation) -> jax.Array:
+    """See `pallas_kernels.grouped_matmul.grouped_glu`; float64 operands are computed in float64."""
+    return _apply(
+        lambda row, own: activation(row @ own[0], row @ own[1]), x, (gate, up), group_sizes
+    )
+
+
+def _apply(function, x, weights, group_sizes):
+    weights = tuple(
+        w.dequantize(jnp.float32, implementation="reference") if isinstance(w, MXFP4) else w
+        for w in weights
+    )
+    if not isinstance(x, MXFP8):
+        return grouped_apply(function, x, weights, group_sizes)
+    # Numbers of bfloat16, computed and returned as such.
+    return grouped_apply(function, x.dequantize(jnp.bfloat16), weights, group_sizes)
 
 
 def grouped_apply(

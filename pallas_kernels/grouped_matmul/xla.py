@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels.checks import align_varying
 from pallas_kernels.grouped_matmul.packed import packed_matmul
 from pallas_kernels.mxfp4 import MXFP4
+from pallas_kernels.mxfp8 import MXFP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +46,27 @@ class RowTiles:
 TILES = RowTiles(smallest=32, largest=128)
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array | MXFP4, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array | MXFP8, weights: jax.Array | MXFP4, group_sizes: jax.Array
+) -> jax.Array:
     """See `pallas_kernels.grouped_matmul`."""
+    if isinstance(x, MXFP8):
+        x = x.dequantize(jnp.bfloat16)
     if isinstance(weights, MXFP4):
         return packed_matmul(x, weights, group_sizes)
     return grouped_apply(_product, x, weights, group_sizes)
+
+
+def grouped_glu(x, gate, up, group_sizes, activation) -> jax.Array:
+    """See `pallas_kernels.grouped_matmul.grouped_glu`."""
+    if isinstance(gate, MXFP4):
+        a, b = (grouped_matmul(x, weights, group_sizes) for weights in (gate, up))
+        return activation(a.astype(_precise(a)), b.astype(_precise(b))).astype(a.dtype)
+
+    def gated(tile, own):
+        return activation(_product(tile, own[0]), _product(tile, own[1]))
+
+    return grouped_apply(gated, x, (gate, up), group_sizes)
 
 
 def _product(tile: jax.Array, matrix: jax.Array) -> jax.Array:
