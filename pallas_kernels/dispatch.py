@@ -16,7 +16,7 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
 # op -> implementations that exist.
 BUILT = {
     "attention_residual": ("reference", "xla", "mosaic_tpu"),
-    "cross_entropy": ("reference", "xla"),
+    "cross_entropy": ("reference", "xla", "mosaic_tpu"),
     "grouped_apply": ("reference", "xla"),
     "grouped_glu": ("reference", "xla"),
     "grouped_matmul": ("reference", "xla"),
