@@ -21,7 +21,8 @@ BUILT = {
     "grouped_glu": ("reference", "xla"),
     "grouped_matmul": ("reference", "xla"),
     "kda": ("reference", "xla"),
-    "mla_attention": ("reference", "xla"),
+    "kda_decode": ("reference", "xla"),
+    "mla_attention": ("reference", "xla", "mosaic_tpu"),
     "mxfp4": ("reference", "xla"),
     "short_conv": ("reference", "xla"),
 }

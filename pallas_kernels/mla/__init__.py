@@ -5,10 +5,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.mla import reference, xla
+from pallas_kernels.mla import mosaic_tpu, reference, xla
 from pallas_kernels.mla.options import AttentionOptions
 
-_FORMS = {"reference": reference.mla_attention, "xla": xla.mla_attention}
+_FORMS = {
+    "reference": reference.mla_attention,
+    "xla": xla.mla_attention,
+    "mosaic_tpu": mosaic_tpu.mla_attention,
+}
 
 
 def mla_attention(
@@ -59,7 +63,6 @@ def mla_attention(
             these shapes or dtypes.
     """
     op = "mla_attention"
-    form = _FORMS[choose_implementation(op, implementation)]
     require_rank(op, "B T H K", q=q)
     require_rank(op, "B S H K", k=k)
     require_rank(op, "B S H V", v=v)
@@ -95,6 +98,8 @@ def mla_attention(
     output_dtype = jnp.dtype(q.dtype if output_dtype is None else output_dtype)
     if not jnp.issubdtype(output_dtype, jnp.floating):
         raise TypeError(f"{op}: output_dtype={output_dtype} is not a float type")
+    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(q, k, v, output_dtype)}
+    form = _FORMS[choose_implementation(op, implementation, limits)]
     options = AttentionOptions(
         scale=float(scale), causal=causal, output_dtype=output_dtype, return_max=return_max
     )

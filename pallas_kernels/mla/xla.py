@@ -139,9 +139,7 @@ def _slice(x: jax.Array, index: Any, tokens: int, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, index * tokens, tokens, axis)
 
 
-def _scores(
-    tiled: _Tiled, scale: float, q: jax.Array, i: Any, k: jax.Array, j: Any
-) -> jax.Array:
+def _scores(tiled: _Tiled, scale: float, q: jax.Array, i: Any, k: jax.Array, j: Any) -> jax.Array:
     """Return scores [B, H, num_q, num_k] of two tiles, -inf where the query may not see the key."""
     positions = j * tiled.num_k + jnp.arange(tiled.num_k)
     sees = positions <= _slice(tiled.q_limits, i, tiled.num_q, 1)[:, :, None]
