@@ -21,6 +21,7 @@ from pallas_kernels.tiles import choose_tiles
 __all__ = ["Tiles", "attention_residual", "unsupported"]
 
 _GROUP = 16  # tokens worked on at once: one packed bfloat16 register
+_CHUNK = 256  # channels worked on at once: few enough for all values to stay in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,26 @@ def _in_groups(tokens: int, work) -> None:
     jax.lax.fori_loop(0, tokens // _GROUP, step, 0)
 
 
+def _chunks(width: int) -> list:
+    """Slices of `_CHUNK` channels, the last one shorter where D is no multiple of it."""
+    return [pl.ds(start, min(_CHUNK, width - start)) for start in range(0, width, _CHUNK)]
+
+
+def _sums(width: int, *terms) -> list[jax.Array]:
+    """Sum over the channels of each term(channels) [group, chunk], as columns [group, 1]."""
+    totals = [[] for _ in terms]  # independent sums, one per `LANES` channels of a chunk
+    for channels in _chunks(width):
+        for term, total in zip(terms, totals, strict=True):
+            part = term(channels)
+            for n, start in enumerate(range(0, part.shape[1], LANES)):
+                lanes = part[:, start : start + LANES]
+                if n < len(total):
+                    total[n] += lanes
+                else:
+                    total.append(lanes)
+    return [jnp.sum(sum(total), axis=-1, keepdims=True) for total in totals]
+
+
 def _lanes(rows: int = _GROUP) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
@@ -109,18 +130,21 @@ def _lanes(rows: int = _GROUP) -> jax.Array:
 def _forward_kernel(
     count, bank_ref, current_ref, query_ref,  # inputs
     mixed_ref, statistics_ref,  # outputs
-    sum_ref, maximum_ref, total_ref,  # running softmax [tokens, D], [tokens, 128] x 2
+    sum_ref,  # weighted sum of rows [tokens, D]
+    maximum_ref, total_ref, shrink_ref, weight_ref,  # of the softmax, in all lanes [tokens, 128]
     *, num_entries, num_steps, eps,
 ):  # fmt: skip
     entry = pl.program_id(2)
     tokens, width = sum_ref.shape
-    query = query_ref[...]
 
-    def score(value):  # [tokens, D] -> [tokens, 1] x 2
-        inverse_norm = jax.lax.rsqrt(
-            jnp.sum(value * value, axis=-1, keepdims=True) / width + eps
+    def score(row):  # row(channels) -> score and inverse norm [group, 1] x 2
+        squares, products = _sums(
+            width,
+            lambda channels: jnp.square(row(channels)),
+            lambda channels: row(channels) * query_ref[:, channels],
         )
-        return jnp.sum(value * query, axis=-1, keepdims=True) * inverse_norm, inverse_norm
+        inverse_norm = jax.lax.rsqrt(squares / width + eps)
+        return products * inverse_norm, inverse_norm
 
     def kept(slot, of_score, of_norm, others):
         lane = _lanes()
@@ -130,9 +154,9 @@ def _forward_kernel(
     @pl.when(entry == 0)
     def start():
         def work(rows):
-            value = current_ref[0, rows, :].astype(jnp.float32)
-            of_score, of_norm = score(value)
-            sum_ref[rows, :] = value
+            of_score, of_norm = score(lambda c: current_ref[0, rows, c].astype(jnp.float32))
+            for c in _chunks(width):
+                sum_ref[rows, c] = current_ref[0, rows, c].astype(jnp.float32)
             maximum_ref[rows, :] = jnp.broadcast_to(of_score, (_GROUP, LANES))
             total_ref[rows, :] = jnp.ones((_GROUP, LANES), jnp.float32)
             statistics_ref[0, rows, :] = kept(
@@ -143,27 +167,35 @@ def _forward_kernel(
 
     @pl.when(entry < count)
     def merge():
-        def work(rows):
-            value = bank_ref[0, 0, rows, :].astype(jnp.float32)
-            of_score, of_norm = score(value)
+        def weigh(rows):
+            of_score, of_norm = score(lambda c: bank_ref[0, 0, rows, c].astype(jnp.float32))
             before = maximum_ref[rows, :]
             maximum = jnp.maximum(before, of_score)
             shrink, weight = jnp.exp(before - maximum), jnp.exp(of_score - maximum)
             maximum_ref[rows, :] = maximum
             total_ref[rows, :] = total_ref[rows, :] * shrink + weight
-            sum_ref[rows, :] = sum_ref[rows, :] * shrink[:, :1] + value * weight[:, :1]
+            shrink_ref[rows, :], weight_ref[rows, :] = shrink, weight
             statistics_ref[0, rows, :] = kept(
                 entry, of_score, of_norm, statistics_ref[0, rows, :]
             )
 
-        _in_groups(tokens, work)
+        def add(rows):
+            shrink, weight = shrink_ref[rows, :1], weight_ref[rows, :1]
+            for c in _chunks(width):
+                value = bank_ref[0, 0, rows, c].astype(jnp.float32)
+                sum_ref[rows, c] = sum_ref[rows, c] * shrink + value * weight
+
+        # One after the other: values kept from the first to the second would not fit registers.
+        _in_groups(tokens, weigh)
+        _in_groups(tokens, add)
 
     @pl.when(entry == num_steps - 1)
     def finish():
         def work(rows):
             lane, total = _lanes(), total_ref[rows, :]
-            mixed = sum_ref[rows, :] * (1 / total)[:, :1]
-            mixed_ref[0, rows, :] = mixed.astype(mixed_ref.dtype)
+            inverse_total = 1 / total[:, :1]
+            for c in _chunks(width):
+                mixed_ref[0, rows, c] = (sum_ref[rows, c] * inverse_total).astype(mixed_ref.dtype)
             statistics = statistics_ref[0, rows, :]
             exists = (lane < count) | (lane == num_entries)
             scores = jnp.where(exists, statistics, maximum_ref[rows, :])
@@ -179,7 +211,7 @@ def _forward(bank, current, query, count, eps):
     num_entries, batch, length, width = bank.shape
     most = count if isinstance(count, int) else num_entries
     tiles, size = choose_tiles("attention_residual", Tiles()), current.dtype.itemsize
-    per_token = width * (6 * size + 4) + 4 * LANES * 4
+    per_token = width * (6 * size + 4) + 6 * LANES * 4
     tokens = _fit(tiles.forward_tokens, length, per_token, tiles.vmem_bytes)
     num_elements = batch * length * width
     cost = pl.CostEstimate(
@@ -195,8 +227,7 @@ def _forward(bank, current, query, count, eps):
         out_specs=[_row_spec(tokens, width), _row_spec(tokens, LANES)],
         scratch_shapes=[
             pltpu.VMEM((tokens, width), jnp.float32),
-            pltpu.VMEM((tokens, LANES), jnp.float32),
-            pltpu.VMEM((tokens, LANES), jnp.float32),
+            *[pltpu.VMEM((tokens, LANES), jnp.float32)] * 4,
         ],
         out_shape=[
             jax.ShapeDtypeStruct(current.shape, current.dtype),
@@ -229,7 +260,6 @@ def _backward_kernel(
 ):  # fmt: skip
     step = pl.program_id(2)
     tokens, width = d_current_ref.shape[1:]
-    query = query_ref[...]
     remaining = length - pl.program_id(1) * tokens
 
     def real(rows):  # [tokens, 1]: rows of a last, partial tile hold anything
@@ -239,43 +269,48 @@ def _backward_kernel(
     def clean(rows, value):
         return value if length % tokens == 0 else jnp.where(real(rows), value, 0)
 
-    def project(rows, value, slot, others):
-        along = value.astype(jnp.float32) * d_mixed_ref[0, rows, :].astype(jnp.float32)
-        along = jnp.sum(along, axis=-1, keepdims=True)
-        return jnp.where(_lanes() == slot, along, others)
+    def project(rows, row, slot, others):  # row(channels) [group, chunk]
+        def product(c):
+            return row(c).astype(jnp.float32) * d_mixed_ref[0, rows, c].astype(jnp.float32)
+
+        return jnp.where(_lanes() == slot, *_sums(width, product), others)
 
     @pl.when(step == 0)
     def start():
         d_query_sum_ref[...] = jnp.zeros_like(d_query_sum_ref)
 
         def work(rows):
-            value = clean(rows, current_ref[0, rows, :])
             nothing = jnp.zeros((_GROUP, LANES), jnp.float32)
-            along_ref[rows, :] = project(rows, value, num_entries, nothing)
+            along_ref[rows, :] = project(
+                rows, lambda c: current_ref[0, rows, c], num_entries, nothing
+            )
 
         _in_groups(tokens, work)
 
     @pl.when(step < jnp.minimum(count, num_reads))
     def read():
         def work(rows):
-            value = clean(rows, bank_ref[0, 0, rows, :])
-            rows_ref[step, rows, :] = value
-            along_ref[rows, :] = project(rows, value, step, along_ref[rows, :])
+            def row(c):
+                value = rows_ref[step, rows, c] = bank_ref[0, 0, rows, c]
+                return value
+
+            along_ref[rows, :] = project(rows, row, step, along_ref[rows, :])
 
         _in_groups(tokens, work)
 
-    def d_row(rows, value, slot):
-        """Gradient of one row, whose part in the gradient of the query is added up."""
+    def d_row(rows, row, slot, store):
+        """Store the gradient of one row; add up its part in the gradient of the query."""
         columns, lane = columns_ref[rows, :], _lanes()
         of_mixture, of_query, of_row = (
             jnp.sum(jnp.where(lane == n * SLOTS + slot, columns, 0), axis=-1, keepdims=True)
             for n in range(3)
         )
-        value = value.astype(jnp.float32)
-        d_query = of_query * value
-        d_query_sum_ref[...] += jnp.sum(d_query.reshape(_GROUP // 8, 8, width), axis=0)
-        d_mixed = d_mixed_ref[0, rows, :].astype(jnp.float32)
-        return of_mixture * d_mixed + of_query * query + of_row * value
+        for c in _chunks(width):
+            value = clean(rows, row(c).astype(jnp.float32))
+            d_query = of_query * value
+            d_query_sum_ref[:, c] += sum(d_query[n : n + 8] for n in range(0, _GROUP, 8))
+            d_mixed = d_mixed_ref[0, rows, c].astype(jnp.float32)
+            store(c, of_mixture * d_mixed + of_query * query_ref[:, c] + of_row * value)
 
     @pl.when(step == num_reads)
     def turn():
@@ -292,8 +327,11 @@ def _backward_kernel(
             of_row = pltpu.roll(of_row, 2 * SLOTS, 1)
             columns = clean(rows, probabilities + of_query + of_row)
             columns_ref[rows, :] = columns
-            value = clean(rows, current_ref[0, rows, :])
-            d_current_ref[0, rows, :] = d_row(rows, value, num_entries).astype(d_current_ref.dtype)
+
+            def store(c, gradient):
+                d_current_ref[0, rows, c] = gradient.astype(d_current_ref.dtype)
+
+            d_row(rows, lambda c: current_ref[0, rows, c], num_entries, store)
 
         _in_groups(tokens, work)
 
@@ -302,9 +340,10 @@ def _backward_kernel(
     @pl.when((entry >= 0) & (entry < count))
     def write():
         def work(rows):
-            d_bank_ref[0, 0, rows, :] = d_row(rows, rows_ref[entry, rows, :], entry).astype(
-                d_bank_ref.dtype
-            )
+            def store(c, gradient):
+                d_bank_ref[0, 0, rows, c] = gradient.astype(d_bank_ref.dtype)
+
+            d_row(rows, lambda c: rows_ref[entry, rows, c], entry, store)
 
         _in_groups(tokens, work)
 
