@@ -18,13 +18,13 @@ BUILT = {
     "attention_residual": ("reference", "xla", "mosaic_tpu"),
     "cross_entropy": ("reference", "xla", "mosaic_tpu"),
     "grouped_apply": ("reference", "xla"),
-    "grouped_glu": ("reference", "xla"),
-    "grouped_matmul": ("reference", "xla"),
+    "grouped_glu": ("reference", "xla", "mosaic_tpu"),
+    "grouped_matmul": ("reference", "xla", "mosaic_tpu"),
     "kda": ("reference", "xla"),
     "kda_decode": ("reference", "xla"),
     "mla_attention": ("reference", "xla", "mosaic_tpu"),
     "mxfp4": ("reference", "xla"),
-    "short_conv": ("reference", "xla"),
+    "short_conv": ("reference", "xla", "mosaic_tpu"),
 }
 
 # The implementations made for one platform.
