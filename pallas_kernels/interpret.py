@@ -49,12 +49,17 @@ def interpreted_platform() -> str | None:
     return None if mode is None else mode.split("_")[0]
 
 
+@contextlib.contextmanager
 def _force_gpu(detect_races: bool):
     """The switch of jax; public from 0.12 on."""
     if hasattr(plgpu, "force_gpu_interpret_mode"):
-        force, params = plgpu.force_gpu_interpret_mode, plgpu.InterpretGPUParams
-    else:
-        from jax._src.pallas.mosaic_gpu.interpret import params as module
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+            yield
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import params
 
-        force, params = module.force_gpu_interpret_mode, module.InterpretGPUParams
-    return force(params(detect_races=detect_races))
+    from pallas_kernels.interpret_wgmma import transposed_operands
+
+    parameters = params.InterpretGPUParams(detect_races=detect_races)
+    with transposed_operands(), params.force_gpu_interpret_mode(parameters):
+        yield
