@@ -5,9 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.short_conv import reference, xla
+from pallas_kernels.short_conv import mosaic_tpu, reference, xla
 
-_FORMS = {"reference": reference.short_conv, "xla": xla.short_conv}
+_FORMS = {
+    "reference": reference.short_conv,
+    "xla": xla.short_conv,
+    "mosaic_tpu": mosaic_tpu.short_conv,
+}
 
 
 def short_conv(
@@ -48,7 +52,6 @@ def short_conv(
         TypeError: x or weight is not floating point, or segment_ids is not integer.
         NotImplementedError: the implementation is known but not built.
     """
-    form = _FORMS[choose_implementation("short_conv", implementation)]
     require_rank("short_conv", "B T H K", x=x)
     require_rank("short_conv", "W H K", weight=weight)
     require_floating("short_conv", x=x, weight=weight)
@@ -68,4 +71,6 @@ def short_conv(
         expected = (batch, taps - 1, heads, width)
         require_shape("short_conv", expected, "(B, W-1, H, K)", initial_state=initial_state)
         initial_state = initial_state.astype(x.dtype)
+    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(x)}
+    form = _FORMS[choose_implementation("short_conv", implementation, limits)]
     return form(x, weight, segment_ids, initial_state)
