@@ -21,7 +21,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.interpret import interpreted
 from pallas_kernels.kda import kda, kda_decode, kda_gate
-from pallas_kernels.mla import mla_attention
+from pallas_kernels.mla import mla_attention, mla_decode
 from pallas_kernels.mxfp4 import MXFP4
 from pallas_kernels.mxfp8 import MXFP8, quantize_mxfp8
 from pallas_kernels.short_conv import short_conv
@@ -43,6 +43,7 @@ __all__ = [
     "kda_decode",
     "kda_gate",
     "mla_attention",
+    "mla_decode",
     "quantize_mxfp8",
     "short_conv",
 ]

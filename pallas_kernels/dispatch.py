@@ -23,6 +23,7 @@ BUILT = {
     "kda": ("reference", "xla"),
     "kda_decode": ("reference", "xla"),
     "mla_attention": ("reference", "xla", "mosaic_tpu"),
+    "mla_decode": ("reference", "xla", "mosaic_tpu"),
     "mxfp4": ("reference", "xla"),
     "short_conv": ("reference", "xla", "mosaic_tpu"),
 }

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.mla import mosaic_tpu, reference, xla
+from pallas_kernels.mla.decode import mla_decode
 from pallas_kernels.mla.options import AttentionOptions
+
+__all__ = ["mla_attention", "mla_decode"]
 
 _FORMS = {
     "reference": reference.mla_attention,

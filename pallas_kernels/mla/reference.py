@@ -43,3 +43,32 @@ def mla_attention(
     output, largest = jax.lax.map(attend, tokens)
     output = jnp.moveaxis(output, 0, 1).astype(options.output_dtype)
     return output, jax.lax.stop_gradient(jnp.max(largest, axis=0))
+
+
+def mla_decode(
+    q_latent: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    lengths: jax.Array,
+    scale: float,
+    value_width: int,
+    output_dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.mla_decode`; float64 operands are computed in float64."""
+    precise = jnp.promote_types(q_latent.dtype, jnp.float32)
+    num_queries = q_latent.shape[1]
+
+    def row(queries, table, length):  # [T, H, C+R], [max_pages], []
+        tokens = pages[jnp.clip(table, 0, pages.shape[0] - 1)].reshape(-1, pages.shape[2])
+        positions = jnp.arange(tokens.shape[0])
+        tokens = jnp.where((positions < length)[:, None], tokens, 0).astype(precise)
+        limits = length - num_queries + jnp.arange(num_queries)
+        sees = (positions <= limits[:, None])[:, None]  # [T, 1, S]
+        scores = scale * jnp.einsum("thc,sc->ths", queries.astype(precise), tokens)
+        log_sum = jax.nn.logsumexp(jnp.where(sees, scores, -jnp.inf), axis=-1)
+        finite = jnp.where(jnp.isfinite(log_sum), log_sum, 0)
+        weights = jnp.where(sees, jnp.exp(scores - finite[..., None]), 0)
+        return jnp.einsum("ths,sc->thc", weights, tokens[:, :value_width]), log_sum
+
+    output, log_sum = jax.lax.map(lambda x: row(*x), (q_latent, block_table, lengths))
+    return output.astype(output_dtype), log_sum

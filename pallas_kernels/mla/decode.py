@@ -1,0 +1,91 @@
+"""Decoding with the latents of multi-head latent attention, kept in pages."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.dispatch import choose_implementation
+from pallas_kernels.mla import decode_tpu, decode_xla, reference
+
+_FORMS = {
+    "reference": reference.mla_decode,
+    "xla": decode_xla.mla_decode,
+    "mosaic_tpu": decode_tpu.mla_decode,
+}
+
+
+def mla_decode(
+    q_latent: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    value_width: int = 512,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    return_log_sum: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend from the newest tokens to a paged cache of latents that all heads share.
+
+        token[s] = pages[block_table[s // page_size], s % page_size]            [C + R]
+        output[t] = sum_s softmax_s(scale * q_latent[t] . token[s]) token[s][:C]
+        over s <= length - T + t
+
+    The queries are absorbed: q_latent = [W_k^T q_nope | q_rope], and W_v maps the output to values.
+    The tokens of the queries are in the cache already and counted by `lengths`. A query without
+    a token to see returns 0. Entries of the table past the length, and what pages hold past it,
+    do not matter (NaN included). There is no gradient.
+
+    Args:
+        q_latent: queries [B, T, H, C + R], float32 or bfloat16; T is one or a few tokens.
+        pages: latents [P, page_size, C + R] after their norm, with the R extra channels behind.
+        block_table: int [B, max_pages], the pages of each row in order.
+        lengths: int [B], tokens of each row; at most max_pages * page_size.
+        scale: factor of the scores, (n + R)^-0.5 of the widths before absorption.
+        value_width: C, the channels that are values.
+        output_dtype: of the output, float32 or bfloat16; None takes q_latent.dtype.
+        return_log_sum: also return log(sum_s exp(score)), with which outputs over parts of a
+            context are merged.
+        implementation: None, "reference", "xla" or "mosaic_tpu".
+
+    Returns:
+        output [B, T, H, C]; scores, softmax and sums are float32. With `return_log_sum` (output,
+        log_sum float32 [B, T, H]), -inf where a query sees nothing.
+
+    Raises:
+        ValueError: shapes disagree, C exceeds the width, or the implementation is unknown.
+        TypeError: queries, pages or output are not floating point, or the table or the lengths
+            are not integers.
+        NotImplementedError: the named implementation does not run on the device or does not take
+            these shapes or dtypes.
+    """
+    op = "mla_decode"
+    require_rank(op, "B T H C+R", q_latent=q_latent)
+    require_rank(op, "P page_size C+R", pages=pages)
+    require_rank(op, "B max_pages", block_table=block_table)
+    require_floating(op, q_latent=q_latent, pages=pages)
+    require_integer(op, block_table=block_table, lengths=lengths)
+    batch, num_queries, _, width = q_latent.shape
+    require_shape(op, (*pages.shape[:2], width), "(P, page_size, C + R of q_latent)", pages=pages)
+    require_shape(op, (batch, block_table.shape[1]), "(B, max_pages)", block_table=block_table)
+    require_shape(op, (batch,), "(B of q_latent)", lengths=lengths)
+    if not 0 < value_width <= width:
+        raise ValueError(f"{op}: value_width={value_width} is not within the {width} channels")
+    if min(num_queries, *pages.shape, block_table.shape[1]) < 1:
+        raise ValueError(
+            f"{op}: q_latent {q_latent.shape}, pages {pages.shape} and block_table "
+            f"{block_table.shape} need at least one token and one page"
+        )
+    output_dtype = jnp.dtype(q_latent.dtype if output_dtype is None else output_dtype)
+    if not jnp.issubdtype(output_dtype, jnp.floating):
+        raise TypeError(f"{op}: output_dtype={output_dtype} is not a float type")
+    block_table, lengths = block_table.astype(jnp.int32), lengths.astype(jnp.int32)
+    limits = {
+        "mosaic_tpu": lambda: decode_tpu.unsupported(q_latent, pages, block_table, output_dtype)
+    }
+    form = _FORMS[choose_implementation(op, implementation, limits)]
+    output, log_sum = form(
+        q_latent, pages, block_table, lengths, float(scale), value_width, output_dtype
+    )
+    return (output, log_sum) if return_log_sum else output
