@@ -106,7 +106,7 @@ def multiply_rows(
     num_rows, width = rows[0].shape
     num_groups, *sizes = matrices[0].shape
     num_columns = sizes[0] if products.transposed else sizes[1]
-    dtype = jnp.bfloat16 if isinstance(rows[0], MXFP8) else rows[0].dtype
+    dtype = jnp.dtype("bfloat16") if isinstance(rows[0], MXFP8) else rows[0].dtype
     is_packed = isinstance(matrices[0], MXFP4)
     is_few = num_rows <= FEW_ROWS
     tiles = choose_tiles(
@@ -274,10 +274,10 @@ def _kernel(
 
     if call.is_packed:
         decoded, (scales,) = take(num_matrices), take(1)
+        first = pl.program_id(0) * (call.block // (2 * LANES)) if products.transposed else 0
 
         @pl.when(is_product & ((step == 0) | (groups[step] != groups[before])))
         def _():
-            first = pl.program_id(0) * (call.block // (2 * LANES)) if products.transposed else 0
             for number, block in enumerate(decoded):
                 decode_matrix(*matrices[2 * number : 2 * number + 2], block, scales, first)
 
