@@ -1,4 +1,7 @@
-"""Calls of `mla_decode`: one and four query tokens over pages of latents, 512 + 64 channels."""
+"""Calls of `mla_decode`: one and four query tokens over pages of latents, 512 + 64 channels.
+
+Pages hold 640 channels, whole vectors of a TPU, but for GPU ones of 576.
+"""
 
 import functools
 
@@ -12,16 +15,15 @@ from pallas_kernels.mla.decode_tpu import DecodeTiles
 _VALUES, _EXTRA = 512, 64
 
 
-def _inputs(rows, queries, heads, tokens, page_size, dtype):
+def _inputs(rows, queries, heads, tokens, page_size, dtype, channels):
     @jax.jit
     def draw():
         keys = jax.random.split(jax.random.key(0), 3)
         num_pages = rows * tokens // page_size
-        width = _VALUES + _EXTRA
         table = jax.random.permutation(keys[0], num_pages).reshape(rows, -1)
         return (
-            jax.random.normal(keys[1], (rows, queries, heads, width), dtype),
-            jax.random.normal(keys[2], (num_pages, page_size, width), dtype),
+            jax.random.normal(keys[1], (rows, queries, heads, _VALUES + _EXTRA), dtype),
+            jax.random.normal(keys[2], (num_pages, page_size, channels), dtype),
             table.astype(jnp.int32),
             jnp.full((rows,), tokens, jnp.int32),
         )
@@ -38,17 +40,19 @@ def _decode(implementation):
     return run
 
 
-def _case(name, size, rows, queries, heads, tokens, page_size, dtype="bfloat16", **more):
+def _case(
+    name, size, rows, queries, heads, tokens, page_size, dtype="bfloat16", channels=640, **more
+):
     itemsize = jnp.dtype(dtype).itemsize
     width = _VALUES + _EXTRA
     pairs = rows * queries * heads * tokens
-    moved = rows * tokens * width + rows * queries * heads * (width + _VALUES)
+    moved = rows * tokens * channels + rows * queries * heads * (width + _VALUES)
     return KernelCase(
         op="mla_decode",
         name=name,
         size=size,
         make_inputs=functools.partial(
-            _inputs, rows, queries, heads, tokens, page_size, jnp.dtype(dtype)
+            _inputs, rows, queries, heads, tokens, page_size, jnp.dtype(dtype), channels
         ),
         function=_decode,
         flops=2.0 * pairs * (width + _VALUES),
@@ -65,6 +69,8 @@ CASES = [
     _case("bf16 64 rows 32k tokens 96 heads pages of 256", "k3", 64, 1, 96, 32768, 256),
     _case("bf16 64 rows 32k tokens 12 heads", "k3", 64, 1, 12, 32768, 64),
     _case("bf16 64 rows 32k tokens 12 heads 4 queries", "k3", 64, 4, 12, 32768, 64),
+    _case("bf16 64 rows 32k tokens 96 heads pages of 576 channels", "k3", 64, 1, 96, 32768, 64,
+          channels=576),
     _case("bf16", "small", 4, 1, 12, 512, 64),
     _case("float32", "small", 4, 2, 12, 512, 64, "float32", implementations=_NO_GPU),
-]
+]  # fmt: skip

@@ -1,8 +1,7 @@
 """Latent decoding on TPU: several pages of one row per grid step, all heads at once.
 
 The block table is prefetched, and a page reaches fast memory by its entry, so that no gathered
-copy of the cache exists. Pages past a row's length are not fetched. The main memory stores the
-576 channels of a token as 640 (whole vectors of 128), which is what is moved.
+copy of the cache exists. Pages past a row's length are not fetched.
 """
 
 import dataclasses
