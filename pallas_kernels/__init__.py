@@ -11,6 +11,7 @@ The folder of an op bears the name of its function. All folders are loaded here,
 
 from pallas_kernels.attention_residual import attention_residual
 from pallas_kernels.cross_entropy import cross_entropy
+from pallas_kernels.debug import debug_checks
 from pallas_kernels.dispatch import Choice, choices_made
 from pallas_kernels.grouped_matmul import (
     SituGLU,
@@ -20,7 +21,15 @@ from pallas_kernels.grouped_matmul import (
     grouped_matmul,
 )
 from pallas_kernels.interpret import interpreted
-from pallas_kernels.kda import kda, kda_decode, kda_gate
+from pallas_kernels.kda import (
+    KDAConv,
+    KDAGate,
+    compose_transitions,
+    kda,
+    kda_decode,
+    kda_gate,
+    kda_transition,
+)
 from pallas_kernels.mla import mla_attention, mla_decode
 from pallas_kernels.mxfp4 import MXFP4
 from pallas_kernels.mxfp8 import MXFP8, quantize_mxfp8
@@ -30,11 +39,15 @@ __all__ = [
     "MXFP4",
     "MXFP8",
     "Choice",
+    "KDAConv",
+    "KDAGate",
     "SituGLU",
     "SwiGLU",
     "attention_residual",
     "choices_made",
+    "compose_transitions",
     "cross_entropy",
+    "debug_checks",
     "grouped_apply",
     "grouped_glu",
     "grouped_matmul",
@@ -42,6 +55,7 @@ __all__ = [
     "kda",
     "kda_decode",
     "kda_gate",
+    "kda_transition",
     "mla_attention",
     "mla_decode",
     "quantize_mxfp8",

@@ -5,13 +5,13 @@ from k3jax.ops.elementwise import (
     gated_rms_norm,
     gelu,
     gelu_tanh,
-    l2_normalize,
     rms_norm,
     situ,
     swiglu,
 )
 from k3jax.ops.experts import gather_scores, routed_experts, select_experts
 from k3jax.ops.kda import delta_attention, delta_attention_step, short_conv
+from k3jax.ops.loss import cross_entropy
 from k3jax.ops.mla import latent_attention, latent_attention_step
 from k3jax.ops.residual import depth_mix
 from k3jax.ops.vision import (
@@ -28,10 +28,12 @@ from k3jax.ops.vision import (
     rotary_factors,
     rotate_pairs,
 )
+from pallas_kernels.kda import l2_normalize
 
 __all__ = [
     "FeaturePlaces",
     "PatchPlaces",
+    "cross_entropy",
     "delta_attention",
     "delta_attention_step",
     "dense",

@@ -14,12 +14,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight.astype(x.dtype) * normed.astype(x.dtype)
 
 
-def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """X / sqrt(sum(x^2) + eps) over the last dimension, result in float32."""
-    x32 = x.astype(jnp.float32)
-    return x32 * jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + eps)
-
-
 def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
     """X / sqrt(mean(x^2) + eps) * w * sigmoid(gate), float32 throughout, result in gate's dtype."""
     x32 = x.astype(jnp.float32)

@@ -1,12 +1,10 @@
 """KDA on activations: short convolution, gate and delta rule, each device on its own rows."""
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import meshes
 import pallas_kernels
-from k3jax.ops.elementwise import l2_normalize
 
 
 def short_conv(
@@ -57,19 +55,12 @@ def delta_attention(
     state = P(batch, heads, None, None)
 
     def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids):
-        log_decay = pallas_kernels.kda_gate(decay_logits, A_log, dt_bias, lower_bound=lower_bound)
         return pallas_kernels.kda(
-            # Kept in float32, as the released decoding kernel does: rounding them costs routing
-            # decisions further down, and prefill would differ from decoding.
-            l2_normalize(q),
-            l2_normalize(k),
-            v,
-            log_decay,
-            jax.nn.sigmoid(beta_logits.astype(jnp.float32)),
-            initial_state=initial_state,
-            segment_ids=segment_ids,
-            log_decay_min=lower_bound,
-        )
+            q, k, v, decay_logits, beta_logits,
+            gate=pallas_kernels.KDAGate(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound),
+            beta_logits=True, normalize_qk=True,
+            initial_state=initial_state, segment_ids=segment_ids,
+        )  # fmt: skip
 
     specs = (
         *(row, row, row, row, per_head, P(heads), P(heads, None)),
@@ -99,16 +90,11 @@ def delta_attention_step(
     state_spec = P(batch, heads, None, None)
 
     def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, state):
-        log_decay = pallas_kernels.kda_gate(decay_logits, A_log, dt_bias, lower_bound=lower_bound)
-        output, state = pallas_kernels.kda_decode(
-            l2_normalize(q[:, 0]),
-            l2_normalize(k[:, 0]),
-            v[:, 0],
-            log_decay[:, 0],
-            jax.nn.sigmoid(beta_logits[:, 0].astype(jnp.float32)),
-            state,
-        )
-        return output[:, None], state
+        return pallas_kernels.kda_decode(
+            q, k, v, decay_logits, beta_logits, state,
+            gate=pallas_kernels.KDAGate(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound),
+            beta_logits=True, normalize_qk=True,
+        )  # fmt: skip
 
     specs = (row, row, row, row, per_head, P(heads), P(heads, None), state_spec)
     return meshes.per_device(run, specs, (row, state_spec))(

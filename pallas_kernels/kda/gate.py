@@ -1,5 +1,8 @@
 """The two decay gates of KDA."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -7,6 +10,30 @@ from pallas_kernels.checks import require_floating, require_rank
 
 # Above this softplus is the identity, as in the released kernels; also keeps exp from overflowing.
 _SOFTPLUS_IDENTITY = 20.0
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("A_log", "dt_bias"),
+    meta_fields=("lower_bound",),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KDAGate:
+    """Parameters of `kda_gate`, given to ops that take raw decay logits; a pytree.
+
+    Attributes:
+        A_log: [H], one scalar per head.
+        dt_bias: [H, K], or flat [H * K], head-major.
+        lower_bound: static; None selects the unbounded gate.
+    """
+
+    A_log: jax.Array
+    dt_bias: jax.Array
+    lower_bound: float | None
+
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        """Return `kda_gate(logits, ...)`, [..., H, K] -> [..., H, K] float32."""
+        return kda_gate(logits, self.A_log, self.dt_bias, lower_bound=self.lower_bound)
 
 
 def kda_gate(
@@ -32,22 +59,8 @@ def kda_gate(
         ValueError: a shape does not fit, or `lower_bound` is not negative.
         TypeError: an array is not floating.
     """
-    require_floating("kda_gate", logits=logits, A_log=A_log, dt_bias=dt_bias)
-    require_rank("kda_gate", "H", A_log=A_log)
-    if logits.ndim < 2:
-        raise ValueError(f"kda_gate: logits has shape {logits.shape}; expected [..., H, K]")
+    check_gate("kda_gate", logits, A_log, dt_bias, lower_bound)
     num_heads, key_dim = logits.shape[-2:]
-    if A_log.shape != (num_heads,):
-        raise ValueError(
-            f"kda_gate: A_log has shape {A_log.shape}; expected ({num_heads},), one value per head"
-        )
-    if dt_bias.shape not in ((num_heads, key_dim), (num_heads * key_dim,)):
-        raise ValueError(
-            f"kda_gate: dt_bias has shape {dt_bias.shape}; expected ({num_heads}, {key_dim}) or "
-            f"({num_heads * key_dim},)"
-        )
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"kda_gate: lower_bound={lower_bound} must be negative (-5.0), or None")
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     shifted = logits.astype(dtype) + dt_bias.astype(dtype).reshape(num_heads, key_dim)
     rate = jnp.exp(A_log.astype(dtype))[:, None]
@@ -58,3 +71,29 @@ def kda_gate(
         saturated = shifted > _SOFTPLUS_IDENTITY
         soft = jnp.log1p(jnp.exp(jnp.where(saturated, 0.0, shifted)))
         return -rate * jnp.where(saturated, shifted, soft)
+
+
+def check_gate(
+    op: str,
+    logits: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    lower_bound: float | None,
+) -> None:
+    """Raise ValueError or TypeError unless the parameters of a gate fit the logits [..., H, K]."""
+    require_floating(op, logits=logits, A_log=A_log, dt_bias=dt_bias)
+    require_rank(op, "H", A_log=A_log)
+    if logits.ndim < 2:
+        raise ValueError(f"{op}: logits has shape {logits.shape}; expected [..., H, K]")
+    num_heads, key_dim = logits.shape[-2:]
+    if A_log.shape != (num_heads,):
+        raise ValueError(
+            f"{op}: A_log has shape {A_log.shape}; expected ({num_heads},), one value per head"
+        )
+    if dt_bias.shape not in ((num_heads, key_dim), (num_heads * key_dim,)):
+        raise ValueError(
+            f"{op}: dt_bias has shape {dt_bias.shape}; expected ({num_heads}, {key_dim}) or "
+            f"({num_heads * key_dim},)"
+        )
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"{op}: lower_bound={lower_bound} must be negative (-5.0), or None")

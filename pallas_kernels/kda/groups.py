@@ -21,7 +21,8 @@ class Layout(NamedTuple):
 
     real: jax.Array | None = None  # [B, T] bool
     runs: Runs | None = None  # [B, T] each
-    slot: jax.Array | None = None  # [B, groups], which of the N states a group continues
+    slot: jax.Array | None = None  # [B, groups], which of the N states a group leaves behind
+    source: jax.Array | None = None  # [B, groups], which one it continues, slot where None
 
 
 def run_groups(
@@ -58,14 +59,14 @@ def _run_forward(arrays, initial_state, layout, scale, schedule):
 
 def _scan_forward(arrays, initial_state, layout, scale, schedule, keep):
     def step(states, group):
-        state = before = _load(states, layout.slot, group)
+        state = before = _load(states, layout, group)
         outputs = []
         for tokens, runs in _read(arrays, layout, group, scale, schedule, states.dtype):
             output, state, _ = chunk_forward(state, tokens, runs, bounded=schedule.bounded)
             outputs.append(jnp.moveaxis(output, 1, 2))
         output = _absent_as_zero(jnp.concatenate(outputs, axis=1), layout, group, schedule)
         output = output.astype(arrays[2].dtype)
-        return _store(states, layout.slot, group, state), (output, before if keep else None)
+        return _store(states, layout, group, state), (output, before if keep else None)
 
     num_groups = arrays[0].shape[1] // schedule.group_tokens
     return jax.lax.scan(step, initial_state, jnp.arange(num_groups))
@@ -81,7 +82,7 @@ def _run_backward(scale, schedule, residuals, cotangents):
         for tokens, runs in _read(arrays, layout, group, scale, schedule, d_states.dtype):
             _, state, chunk = chunk_forward(state, tokens, runs, bounded=schedule.bounded)
             chunks.append(chunk)
-        d_state = _load(d_states, layout.slot, group)
+        d_state = _pick(d_states, layout.slot, group)
         d_group = _slice(d_output, group, schedule).astype(d_states.dtype)
         d_group = _absent_as_zero(d_group, layout, group, schedule)
         d_group = _split(d_group, schedule)
@@ -95,7 +96,7 @@ def _run_backward(scale, schedule, residuals, cotangents):
         d_arrays[0] = d_arrays[0] * scale
         d_arrays = [_absent_as_zero(x, layout, group, schedule) for x in d_arrays]
         d_arrays = [x.astype(array.dtype) for x, array in zip(d_arrays, arrays, strict=True)]
-        return _store(d_states, layout.slot, group, d_state), tuple(d_arrays)
+        return _store_gradient(d_states, layout, group, d_state), tuple(d_arrays)
 
     groups = (jnp.arange(kept.shape[0]), kept)
     d_initial_state, d_arrays = jax.lax.scan(step, d_states, groups, reverse=True)
@@ -141,15 +142,28 @@ def _tokens_first(groups: jax.Array) -> jax.Array:
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])
 
 
-def _load(states: jax.Array, slot: jax.Array | None, group: jax.Array) -> jax.Array:
+def _load(states: jax.Array, layout: Layout, group: jax.Array) -> jax.Array:
     """Return the state [B, H, K, V] that a group continues."""
+    return _pick(states, layout.slot if layout.source is None else layout.source, group)
+
+
+def _pick(states: jax.Array, slot: jax.Array | None, group: jax.Array) -> jax.Array:
     if slot is None:
         return states[:, 0]
     return states[jnp.arange(states.shape[0]), slot[:, group]]
 
 
-def _store(states: jax.Array, slot: jax.Array | None, group: jax.Array, state: jax.Array):
+def _store(states: jax.Array, layout: Layout, group: jax.Array, state: jax.Array) -> jax.Array:
     """Put the state after a group back."""
-    if slot is None:
+    if layout.slot is None:
         return state[:, None]
-    return states.at[jnp.arange(states.shape[0]), slot[:, group]].set(state)
+    return states.at[jnp.arange(states.shape[0]), layout.slot[:, group]].set(state)
+
+
+def _store_gradient(d_states, layout: Layout, group: jax.Array, d_state: jax.Array) -> jax.Array:
+    """Put the gradient of the state before a group back; the state it replaced has none."""
+    if layout.source is None:
+        return _store(d_states, layout, group, d_state)
+    rows = jnp.arange(d_states.shape[0])
+    d_states = d_states.at[rows, layout.slot[:, group]].set(0)
+    return d_states.at[rows, layout.source[:, group]].add(d_state)

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.debug import check_values
+from pallas_kernels.kda.gate import KDAGate, check_gate
 
 
 def check_inputs(
-    q, k, v, log_decay, beta, initial_state, segment_ids, num_segments, log_decay_min,
+    q, k, v, log_decay, beta, initial_state=None, segment_ids=None, num_segments=None,
+    log_decay_min=None, gate=None,
     *, op="kda", state="initial_state",
 ) -> None:  # fmt: skip
     """Raise ValueError or TypeError unless the arguments of `kda` fit together."""
@@ -38,6 +41,93 @@ def check_inputs(
             f"{op}: log_decay_min={log_decay_min} must be a finite number <= 0, or None when the "
             "decay has no bound"
         )
+    if gate is not None:
+        if not isinstance(gate, KDAGate):
+            raise TypeError(f"{op}: gate is a {type(gate).__name__}; give a KDAGate or None")
+        check_gate(op, log_decay, gate.A_log, gate.dt_bias, gate.lower_bound)
+        if log_decay_min is not None:
+            raise ValueError(
+                f"{op}: log_decay_min={log_decay_min} is given beside a gate, whose lower_bound="
+                f"{gate.lower_bound} says it; leave it out"
+            )
+
+
+def check_positions(state_positions, num_rows, segment_ids, num_segments) -> None:
+    """Raise unless `state_positions` fit the other arguments of `kda`."""
+    if state_positions is None:
+        return
+    require_integer("kda", state_positions=state_positions)
+    expected = (num_rows, state_positions.shape[-1] if state_positions.ndim else 0)
+    require_shape("kda", expected, "= [B, P]", state_positions=state_positions)
+    if segment_ids is not None and num_segments is None:
+        raise ValueError(
+            "kda: state_positions beside segment_ids needs num_segments, the most runs of a row; "
+            "1 where the ids mark padding only"
+        )
+
+    def summarise(xp, positions):
+        return (xp.any(positions[:, 1:] < positions[:, :-1]),)
+
+    def problem(decreases):
+        return "kda: state_positions decrease along a row; sort them" if decreases else None
+
+    check_values(summarise, problem, state_positions)
+
+
+def check_decay(op: str, log_decay, segment_ids, log_decay_min) -> None:
+    """Raise ValueError where the decay of a real token is above 0 or below the promised minimum.
+
+    Checked where it is free, and everywhere in debug mode (`pallas_kernels.debug_checks`).
+    """
+
+    def summarise(xp, log_decay, *segment_ids):
+        if segment_ids:
+            log_decay = xp.where(segment_ids[0][..., None, None] != 0, log_decay, 0)
+        return xp.max(log_decay, initial=0), xp.min(log_decay, initial=0)
+
+    def problem(highest, lowest):
+        if highest > 0:
+            return (
+                f"{op}: log_decay holds {highest:.3g}, above 0: the state would grow; give the "
+                "output of kda_gate, or raw logits with gate="
+            )
+        if log_decay_min is not None and lowest < log_decay_min:
+            return (
+                f"{op}: log_decay holds {lowest:.3g}, below the promised log_decay_min="
+                f"{log_decay_min}"
+            )
+        return None
+
+    ids = () if segment_ids is None else (segment_ids,)
+    check_values(summarise, problem, log_decay, *ids)
+
+
+def check_order(op: str, segment_ids) -> None:
+    """In debug mode, raise ValueError where non-zero segment ids decrease along a row.
+
+    Runs are told apart by a change of id alone, so that any order has a meaning; but attention
+    compares ids, and would join two runs of one id that stand apart. Rows packed in order, as the
+    loader numbers them, never decrease.
+    """
+    if segment_ids is None:
+        return
+
+    def summarise(xp, ids):
+        highest = ids if ids.shape[1] == 0 else _running_maximum(xp, ids)
+        return (xp.any((ids != 0) & (ids < highest)),)
+
+    def problem(decreases):
+        if not decreases:
+            return None
+        return f"{op}: non-zero segment_ids decrease along a row; number segments in order"
+
+    check_values(summarise, problem, segment_ids, free=False)
+
+
+def _running_maximum(xp, ids):
+    if xp is jnp:
+        return jax.lax.cummax(ids, axis=1)
+    return xp.maximum.accumulate(ids, axis=1)
 
 
 def compute_dtype(*arrays: jax.Array) -> jnp.dtype:

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def kda_reference(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids, per_run):
+def kda_reference(
+    q, k, v, log_decay, beta,
+    *, scale, initial_state, segment_ids, per_run, state_positions=None,
+):  # fmt: skip
     """Run the recurrence token by token; see `pallas_kernels.kda` for the formula.
 
     Args:
@@ -20,9 +23,11 @@ def kda_reference(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids
         segment_ids: [B, T] integers, 0 where a token is absent; None when all are of one run.
         per_run: whether the N states belong to the first N runs, else N is 1, the state that
             enters the first run and is reset to zero by each later one.
+        state_positions: [B, P] integers or None, the numbers of tokens whose states are wanted.
 
     Returns:
-        (output [B, T, H, V], final_state [B, N, H, K, V]).
+        (output [B, T, H, V], final_state [B, N, H, K, V], None or the states [B, P, H, K, V] that
+        the tokens before each position leave).
     """
     num_rows, num_runs = initial_state.shape[:2]
     rows = jnp.arange(num_rows)
@@ -53,7 +58,8 @@ def kda_reference(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids
         missing = jnp.where(real, jnp.nan, 0).astype(output.dtype)
         output = jnp.where(_over(known, output), output, _over(missing, output))
         states = states.at[rows, slot].set(jnp.where(_over(known, state), new_state, state))
-        return (states, run, last_id), output
+        kept = None if state_positions is None else states[rows, slot]
+        return (states, run, last_id), (output, kept)
 
     # Absent tokens may hold anything: their inputs are replaced before use, so that neither values
     # nor gradients can pass.
@@ -62,8 +68,11 @@ def kda_reference(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids
     tokens = [jnp.moveaxis(x, 1, 0) for x in (*tokens, segment_ids)]
     # Before the first real token the run number is -1, and no id is the last one.
     start = (initial_state, jnp.full_like(segment_ids[:, 0], -1), jnp.zeros_like(segment_ids[:, 0]))
-    (final_state, _, _), output = jax.lax.scan(step, start, tuple(tokens))
-    return jnp.moveaxis(output, 0, 1), final_state
+    (final_state, _, _), (output, kept) = jax.lax.scan(step, start, tuple(tokens))
+    if state_positions is not None:
+        kept = jnp.concatenate([initial_state[None, :, 0], kept])  # [T + 1, B, H, K, V]
+        kept = kept[jnp.clip(state_positions, 0, q.shape[1]), rows[:, None]]
+    return jnp.moveaxis(output, 0, 1), final_state, kept
 
 
 def _over(flags: jax.Array, array: jax.Array) -> jax.Array:

@@ -9,7 +9,10 @@ from pallas_kernels.kda.schedule import Schedule, choose_schedule
 from pallas_kernels.kda.segments import align_runs, number_runs
 
 
-def kda_xla(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids, per_run, log_decay_min):
+def kda_xla(
+    q, k, v, log_decay, beta,
+    *, scale, initial_state, segment_ids, per_run, log_decay_min, continues=None,
+):  # fmt: skip
     """Compute what `kda_reference` defines; the arguments are the same, in any float dtype.
 
     Args:
@@ -23,6 +26,8 @@ def kda_xla(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids, per_
         segment_ids: likewise.
         per_run: likewise.
         log_decay_min: promise on the decay, or None.
+        continues: with `per_run`, bool [B, N] or None: a run starts with the state that the run
+            before it leaves, and its own initial state is not used. False for the first run.
 
     Returns:
         (output [B, T, H, V] in v's dtype, final_state [B, N, H, K, V]).
@@ -44,7 +49,8 @@ def kda_xla(q, k, v, log_decay, beta, *, scale, initial_state, segment_ids, per_
         return output[:, :num_tokens], final_state
     place, token, slot = align_runs(run, real, num_runs=num_runs, multiple=schedule.group_tokens)
     arrays = tuple(_take(x, token) for x in arrays)
-    output, final_state = run_groups(arrays, initial_state, Layout(slot=slot), scale, schedule)
+    layout = Layout(slot=slot, source=None if continues is None else _sources(slot, continues))
+    output, final_state = run_groups(arrays, initial_state, layout, scale, schedule)
     output = _take(output, place)
     excess = real & (run >= num_runs)
     return jnp.where(excess[..., None, None], jnp.nan, output), final_state
@@ -60,6 +66,13 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Take tokens [B, T, ...] by position [B, M]; positions past the end give zeros."""
     rows = jnp.arange(x.shape[0])[:, None]
     return x.at[rows, index].get(mode="fill", fill_value=0)
+
+
+def _sources(slot: jax.Array, continues: jax.Array) -> jax.Array:
+    """Return which state each group [B, groups] continues: the run's own, or the one before it."""
+    before = jnp.pad(slot[:, :-1], ((0, 0), (1, 0)))  # a row starts in run 0
+    opens = slot != before
+    return jnp.where(opens & jnp.take_along_axis(continues, slot, axis=1), slot - 1, slot)
 
 
 def _mark_runs(run: jax.Array, real: jax.Array, schedule: Schedule) -> Layout:

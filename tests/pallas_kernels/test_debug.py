@@ -1,0 +1,68 @@
+"""Checks of values: free ones always, the others in debug mode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import debug_checks, kda
+from pallas_kernels.debug import is_debugging
+from tests.pallas_kernels.compare import normal
+
+B, T, H, K = 2, 6, 1, 4
+
+
+def _arguments(**change):
+    arrays = {name: normal(n, B, T, H, K) for n, name in enumerate(("q", "k", "v"))}
+    arrays |= {"log_decay": -np.ones((B, T, H, K)), "beta": np.ones((B, T, H))}
+    return {name: jnp.asarray(x, jnp.float32) for name, x in (arrays | change).items()}
+
+
+GROWING = np.where(np.arange(T)[:, None, None] == 4, 0.25, -1) * np.ones((B, T, H, K))
+BAD = [
+    ({"log_decay": GROWING}, {}, "log_decay holds 0.25, above 0"),
+    ({}, {"log_decay_min": -0.5}, "holds -1, below the promised log_decay_min=-0.5"),
+    ({}, {"segment_ids": jnp.array([[1, 1, 0, 2, 2, 0], [5, 0, 3, 3, 3, 3]])}, "ids decrease"),
+    ({}, {"state_positions": jnp.array([[1, 2], [3, 2]])}, "positions decrease"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), BAD)
+def test_compiled_programs_raise_in_debug_mode_only(change, options, message):
+    arguments = _arguments(**change)
+    arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    static = {name: x for name, x in options.items() if name not in arrays}
+
+    def run(arguments, arrays):
+        return kda(**arguments, **arrays, **static, implementation="reference")
+
+    jax.block_until_ready(jax.jit(run)(arguments, arrays))
+    with debug_checks(), pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(lambda *a: run(*a))(arguments, arrays))
+
+
+@pytest.mark.parametrize(("change", "options", "message"), BAD)
+def test_concrete_values_are_refused_before_anything_runs(change, options, message):
+    with debug_checks(), pytest.raises(ValueError, match=message):
+        kda(**_arguments(**change), **options)
+    if "ids" not in message:
+        with pytest.raises(ValueError, match=message):
+            kda(**_arguments(**change), **options)
+
+
+def test_values_of_absent_tokens_are_not_looked_at():
+    with debug_checks():
+        ids = jnp.asarray(np.arange(T) != 4, jnp.int32) * jnp.ones((B, 1), jnp.int32)
+        output, _ = kda(**_arguments(log_decay=GROWING), segment_ids=ids)
+    assert np.isfinite(output).all()
+
+
+def test_switch_and_variable_turn_checks_on_and_off(monkeypatch):
+    monkeypatch.delenv("K3JAX_DEBUG", raising=False)
+    assert not is_debugging()
+    with debug_checks():
+        assert is_debugging()
+        with debug_checks(enabled=False):
+            assert not is_debugging()
+    monkeypatch.setenv("K3JAX_DEBUG", "1")
+    assert is_debugging()
