@@ -15,7 +15,7 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
 
 # op -> implementations that exist.
 BUILT = {
-    "attention_residual": ("reference", "xla", "mosaic_tpu"),
+    "attention_residual": IMPLEMENTATIONS,
     "cross_entropy": ("reference", "xla", "mosaic_tpu"),
     "grouped_apply": ("reference", "xla"),
     "grouped_glu": ("reference", "xla", "mosaic_tpu"),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_residual import mosaic_tpu, reference, xla
+from pallas_kernels.attention_residual import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.checks import require_floating, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
 
@@ -11,6 +11,7 @@ _FORMS = {
     "reference": reference.attention_residual,
     "xla": xla.attention_residual,
     "mosaic_tpu": mosaic_tpu.attention_residual,
+    "mosaic_gpu": mosaic_gpu.attention_residual,
 }
 
 
@@ -66,6 +67,9 @@ def attention_residual(
                 f"attention_residual: count={count} is outside 0..{bank.shape[0]}, "
                 "the entries of the bank"
             )
-    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(bank, current)}
+    limits = {
+        "mosaic_tpu": lambda: mosaic_tpu.unsupported(bank, current),
+        "mosaic_gpu": lambda: mosaic_gpu.unsupported(bank, current),
+    }
     form = _FORMS[choose_implementation("attention_residual", implementation, limits)]
     return form(bank, current, query, count, eps)
