@@ -187,6 +187,18 @@ class K3(nnx.Module):
             return logits
         return jnp.where(poison[:, None, None], jnp.nan, logits)
 
+    def losses(
+        self, hidden: jax.Array, targets: jax.Array, poison: jax.Array | None = None
+    ) -> jax.Array:
+        """-log p(targets [B, T]) in nats under hidden [B, T, D]; [B, T] float32.
+
+        0 where a target is negative; NaN where it is no id, and in rows where poison [B] holds.
+        """
+        losses = self.language.losses(hidden, targets)
+        if poison is None:
+            return losses
+        return jnp.where(poison[:, None] & (targets >= 0), jnp.nan, losses)
+
     def router_statistics(self, collected, tokens, segment_ids) -> RouterStatistics | None:
         """What `run` collected about the routers, or None where it collected nothing."""
         counts = stack_collected(collected, "expert_counts")

@@ -43,3 +43,11 @@ class LanguageModel(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, W] float32
         with jax.named_scope("head"):
             return ops.dense("btd,dw->btw", hidden, self.head[...], dtype=jnp.float32)
+
+    def losses(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        """-log p(targets [B, T]) under hidden [B, T, D], 0 where negative; [B, T] float32.
+
+        The logits that `logits` would give are never in memory at once.
+        """
+        with jax.named_scope("head"):
+            return ops.cross_entropy(hidden, self.head[...], targets)

@@ -70,20 +70,25 @@ def next_token_loss(
 
 def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat):
     tokens = jnp.asarray(tokens)
-    logits, _, statistics = model.forward(tokens, segment_ids, media, statistics=True, remat=remat)
+    found = model.run(tokens, segment_ids, None, media, statistics=True, remat=remat)
     ignored = None if media is None else model.cfg.media_placeholder_id
     mask = target_mask(tokens, segment_ids, ignored)
     if targets is not None:
         mask &= targets[:, 1:].astype(jnp.bool_)
     with jax.named_scope("cross_entropy"):
-        losses = jnp.where(mask, token_losses(logits, tokens), 0.0)
+        # An id that does not exist must not pass for one that is no target.
+        next_tokens = jnp.where(tokens[:, 1:] < 0, model.cfg.vocab_size, tokens[:, 1:])
+        next_tokens = jnp.pad(
+            jnp.where(mask, next_tokens, -1), ((0, 0), (0, 1)), constant_values=-1
+        )
+        losses = model.losses(found.hidden, next_tokens, found.poison)[:, :-1]
         num_targets = mask.sum(dtype=jnp.int32)
         loss = losses.sum() / jnp.maximum(num_targets, 1)
     metrics = {
         "loss": loss,
         "num_targets": num_targets,
         "token_losses": losses,
-        "statistics": statistics,
+        "statistics": model.router_statistics(found.collected, tokens, segment_ids),
     }
     return loss, metrics
 

@@ -36,19 +36,20 @@ def _output_spec(equation: str, x: jax.Array, w: jax.Array) -> PartitionSpec:
     x_letters, w_letters = operands.split(",")
     x_axes = dict(zip(x_letters, meshes.spec_of(x)))
     w_axes = dict(zip(w_letters, meshes.spec_of(w)))
-    used = {axis for letter in output if letter in x_axes for axis in _axes(x_axes[letter])}
+    used = {axis for letter in output if letter in x_axes for axis in axes_of(x_axes[letter])}
     entries = []
     for letter in output:
         if letter in x_axes:
             entries.append(x_axes[letter])
         else:
-            free = tuple(axis for axis in _axes(w_axes[letter]) if axis not in used)
+            free = tuple(axis for axis in axes_of(w_axes[letter]) if axis not in used)
             used.update(free)
             entries.append(free or None)
     return PartitionSpec(*entries)
 
 
-def _axes(entry) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)

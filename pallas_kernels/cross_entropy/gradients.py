@@ -22,9 +22,17 @@ def precision_of(dtype) -> lax.Precision | None:
 def chunk_columns(num_tokens: int, vocabulary: int, elements: int) -> int:
     """Columns of a chunk: a multiple of 128 with at most `elements` numbers [M, columns].
 
-    128 columns where even those exceed it: they are fewer numbers than x.
+    One that divides the vocabulary where that costs less than half of the width, since what is left
+    over is compiled apart. 128 columns where even those exceed `elements`: they are fewer numbers
+    than x.
     """
-    return min(vocabulary, max(128, elements // max(num_tokens, 1) // 128 * 128))
+    most = max(1, elements // max(num_tokens, 1) // 128)
+    if vocabulary <= most * 128:
+        return vocabulary
+    for blocks in range(most, most // 2, -1):
+        if vocabulary % (blocks * 128) == 0:
+            return blocks * 128
+    return most * 128
 
 
 def over_vocabulary(vocabulary: int, columns: int, step: Callable, carry: Any) -> Any:

@@ -56,18 +56,21 @@ class _Plan:
         (m, d, w), (num_m, num_d, num_w) = self.block, self.shape
         return pl.cdiv(num_m, m), pl.cdiv(num_w, w), num_d // d
 
-    def specs(self, num_columns: int) -> list[pl.BlockSpec]:
-        """Of `num_columns` columns [M, 1], x and the weight."""
+    def rows(self, numbers: int) -> pl.BlockSpec:
+        """Of an array with a few numbers for each token."""
+        return pl.BlockSpec((self.block[0], numbers), lambda i, j, k: (i, 0))
+
+    @property
+    def operands(self) -> list[pl.BlockSpec]:
+        """Of x and the weight."""
         m, d, w = self.block
-        column = pl.BlockSpec((m, 1), lambda i, j, k: (i, 0))
         return [
-            *(column,) * num_columns,
             pl.BlockSpec((m, d), lambda i, j, k: (i, k)),
             pl.BlockSpec((d, w), lambda i, j, k: (k, j)),
         ]
 
-    def cost(self, column_bytes: int) -> pl.CostEstimate:
-        """Exact, with `column_bytes` moved once per token beside x and the weight."""
+    def cost(self, row_bytes: int) -> pl.CostEstimate:
+        """Exact, with `row_bytes` moved once per token beside x and the weight."""
         num_m, num_d, num_w = self.shape
         tiles_m, tiles_w, tiles_d = self.grid
         # A block that stays where it is is not read again.
@@ -77,7 +80,7 @@ class _Plan:
         return pl.CostEstimate(
             flops=2 * num_m * num_d * num_w,
             transcendentals=num_m * num_w,
-            bytes_accessed=moved * self.dtype.itemsize + num_m * column_bytes,
+            bytes_accessed=moved * self.dtype.itemsize + num_m * row_bytes,
         )
 
     def params(self) -> pltpu.CompilerParams:
@@ -145,7 +148,7 @@ def _for_slabs(plan: _Plan, body) -> None:
 
 
 def _target_distance(plan: _Plan, target_ref, rows, first) -> jax.Array:
-    """Target minus the first column and the lane [slab, 128]: it is in the slice that starts there."""
+    """Start of the slice of 128 columns that holds the target, in its lane [slab, 128]."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (plan.slab, LANES), 1)
     return target_ref[rows, :] - first - lane
 
@@ -191,17 +194,15 @@ def _forward_kernel(
     _tile_ready(plan, x_ref, weight_ref, logits_ref, reduce)
 
 
-def _d_logits_kernel(
-    target_ref, logsumexp_ref, d_logsumexp_ref, d_chosen_ref, x_ref, weight_ref, out_ref,
-    logits_ref, *, plan: _Plan,
-):  # fmt: skip
+def _d_logits_kernel(target_ref, terms_ref, x_ref, weight_ref, out_ref, logits_ref, *, plan: _Plan):
     first = pl.program_id(1) * plan.block[2]
 
     def turn():
         def slab(rows):
             distance = _target_distance(plan, target_ref, rows, first)
-            logsumexp, d_logsumexp = logsumexp_ref[rows, :], d_logsumexp_ref[rows, :]
-            d_chosen = jnp.broadcast_to(d_chosen_ref[rows, :], distance.shape)
+            logsumexp, d_logsumexp, d_chosen = (
+                jnp.broadcast_to(terms_ref[rows, n : n + 1], distance.shape) for n in range(3)
+            )
             for c in range(0, plan.block[2], LANES):
                 d = jnp.exp(logits_ref[rows, c : c + LANES] - logsumexp) * d_logsumexp
                 d += jnp.where(distance == c, d_chosen, 0)
@@ -221,11 +222,11 @@ def _reduced(x, weight, targets, tiles) -> tuple[jax.Array, jax.Array]:
         functools.partial(_forward_kernel, plan=plan),
         out_shape=(by_lane,) * 3,
         grid=plan.grid,
-        in_specs=plan.specs(1),
-        out_specs=(pl.BlockSpec((m, LANES), lambda i, j, k: (i, 0)),) * 3,
+        in_specs=[plan.rows(1), *plan.operands],
+        out_specs=(plan.rows(LANES),) * 3,
         scratch_shapes=[pltpu.VMEM((m, w), jnp.float32)],
         compiler_params=plan.params(),
-        cost_estimate=plan.cost(4 + 3 * LANES * 4),
+        cost_estimate=plan.cost(4 + 3 * 4 * LANES),
         name="cross_entropy_forward",
     )(targets[:, None], x, weight)
     highest = jnp.max(peak, axis=-1)
@@ -233,22 +234,24 @@ def _reduced(x, weight, targets, tiles) -> tuple[jax.Array, jax.Array]:
     return highest + jnp.log(total), jnp.sum(chosen, axis=-1)
 
 
-def _d_logits(x, part, targets, logsumexp, d_logsumexp, d_chosen, tiles) -> jax.Array:
-    """Gradient [M, columns] of the logits x @ part, in x's dtype."""
+def _d_logits(x, part, targets, terms, tiles) -> jax.Array:
+    """Gradient [M, columns] of the logits x @ part, in x's dtype.
+
+    Terms are the rows' logsumexp, its gradient and that of the target's logit [M, 3].
+    """
     plan = _plan(x, part.shape[1], tiles)
     m, _, w = plan.block
-    columns = (targets, logsumexp, d_logsumexp, d_chosen)
     return pl.pallas_call(
         functools.partial(_d_logits_kernel, plan=plan),
         out_shape=jax.ShapeDtypeStruct((len(x), part.shape[1]), x.dtype),
         grid=plan.grid,
-        in_specs=plan.specs(len(columns)),
+        in_specs=[plan.rows(1), plan.rows(3), *plan.operands],
         out_specs=pl.BlockSpec((m, w), lambda i, j, k: (i, j)),
         scratch_shapes=[pltpu.VMEM((m, w), jnp.float32)],
         compiler_params=plan.params(),
-        cost_estimate=plan.cost(4 * len(columns) + part.shape[1] * x.dtype.itemsize),
+        cost_estimate=plan.cost(16 + part.shape[1] * x.dtype.itemsize),
         name="cross_entropy_d_logits",
-    )(*(column[:, None] for column in columns), x, part)
+    )(targets[:, None], terms, x, part)
 
 
 def logit_terms(x: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -271,8 +274,10 @@ def _backward(residuals, cotangents):
     x, weight, targets, logsumexp = residuals
     tiles = choose_tiles("cross_entropy_d_logits", CrossEntropyTiles())
 
+    terms = jnp.stack([logsumexp, *cotangents], axis=1)
+
     def d_logits(start, part):
-        return _d_logits(x, part, targets - start, logsumexp, *cotangents, tiles)
+        return _d_logits(x, part, targets - start, terms, tiles)
 
     columns = chunk_columns(len(x), weight.shape[1], tiles.chunk)
     return *add_up_gradients(x, weight, columns, d_logits), None
