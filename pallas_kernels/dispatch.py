@@ -16,13 +16,13 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
 # op -> implementations that exist.
 BUILT = {
     "attention_residual": IMPLEMENTATIONS,
-    "cross_entropy": ("reference", "xla", "mosaic_tpu"),
+    "cross_entropy": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "grouped_apply": ("reference", "xla"),
     "grouped_glu": ("reference", "xla", "mosaic_tpu"),
     "grouped_matmul": ("reference", "xla", "mosaic_tpu"),
     "kda": ("reference", "xla"),
-    "kda_decode": ("reference", "xla"),
-    "mla_attention": ("reference", "xla", "mosaic_tpu"),
+    "kda_decode": ("reference", "xla", "mosaic_tpu"),
+    "mla_attention": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_decode": ("reference", "xla", "mosaic_tpu"),
     "mxfp4": ("reference", "xla"),
     "short_conv": ("reference", "xla", "mosaic_tpu"),

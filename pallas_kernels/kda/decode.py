@@ -9,14 +9,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.kda import decode_reference, decode_xla
+from pallas_kernels.kda import decode_mosaic_tpu, decode_reference, decode_xla
 from pallas_kernels.kda.gate import KDAGate
 from pallas_kernels.kda.inputs import check_decay, check_inputs, compute_dtype
 
 # Steps of speculation; `kda` is faster for more tokens.
 _MAX_TOKENS = 8
 
-_FORMS = {"reference": decode_reference.decode, "xla": decode_xla.decode}
+_FORMS = {
+    "reference": decode_reference.decode,
+    "xla": decode_xla.decode,
+    "mosaic_tpu": decode_mosaic_tpu.decode,
+}
 
 
 @functools.partial(
@@ -110,7 +114,10 @@ def kda_decode(
         "scale": float(q.shape[-1] ** -0.5 if scale is None else scale),
         "every_state": every_state,
     }  # fmt: skip
-    chosen = choose_implementation("kda_decode", implementation)
+    limits = {
+        "mosaic_tpu": lambda: decode_mosaic_tpu.unsupported(tokens, state, every_state=every_state)
+    }
+    chosen = choose_implementation("kda_decode", implementation, limits)
     with jax.named_scope("kda_decode"):
         state = state.astype(compute_dtype(q, k, v))
         output, state, tails = _FORMS[chosen](tokens, state, **options)

@@ -65,12 +65,17 @@ def kda_gate(
     shifted = logits.astype(dtype) + dt_bias.astype(dtype).reshape(num_heads, key_dim)
     rate = jnp.exp(A_log.astype(dtype))[:, None]
     with jax.named_scope("kda_gate"):
-        if lower_bound is not None:
-            return lower_bound * jax.nn.sigmoid(rate * shifted)
-        # The argument is replaced before exp: a `where` after it would give NaN gradients.
-        saturated = shifted > _SOFTPLUS_IDENTITY
-        soft = jnp.log1p(jnp.exp(jnp.where(saturated, 0.0, shifted)))
-        return -rate * jnp.where(saturated, shifted, soft)
+        return shifted_gate(shifted, rate, lower_bound)
+
+
+def shifted_gate(shifted: jax.Array, rate: jax.Array, lower_bound: float | None) -> jax.Array:
+    """The formula of `kda_gate` from logits + dt_bias and exp(A_log), of shapes that broadcast."""
+    if lower_bound is not None:
+        return lower_bound * jax.nn.sigmoid(rate * shifted)
+    # The argument is replaced before exp: a `where` after it would give NaN gradients.
+    saturated = shifted > _SOFTPLUS_IDENTITY
+    soft = jnp.log1p(jnp.exp(jnp.where(saturated, 0.0, shifted)))
+    return -rate * jnp.where(saturated, shifted, soft)
 
 
 def check_gate(
