@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from experiments.kernel_cases.case import KernelCase
 from pallas_kernels import cross_entropy
+from pallas_kernels.cross_entropy.mosaic_gpu import CrossEntropyGPUTiles
 from pallas_kernels.cross_entropy.mosaic_tpu import CrossEntropyTiles
 
 _FORWARD, _GRADIENT = "forward", "forward+backward"
@@ -68,6 +69,11 @@ def _case(
                 CrossEntropyTiles(tokens=1024),
                 CrossEntropyTiles(width=1024),
                 CrossEntropyTiles(chunk=1 << 25),
+            ),
+            "cross_entropy_gpu": (
+                CrossEntropyGPUTiles(),
+                CrossEntropyGPUTiles(stages=3),
+                CrossEntropyGPUTiles(chunk=1 << 25),
             ),
         },
     )

@@ -12,13 +12,14 @@ from pallas_kernels.checks import (
     require_rank,
     require_shape,
 )
-from pallas_kernels.cross_entropy import mosaic_tpu, reference, xla
+from pallas_kernels.cross_entropy import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.dispatch import choose_implementation
 
 _FORMS = {
     "reference": reference.logit_terms,
     "xla": xla.logit_terms,
     "mosaic_tpu": mosaic_tpu.logit_terms,
+    "mosaic_gpu": mosaic_gpu.logit_terms,
 }
 
 
@@ -57,7 +58,7 @@ def cross_entropy(
         axis_name: mesh axes that the vocabulary is sharded over; the losses are then those of the
             whole vocabulary, the same on all of the devices.
         return_logsumexp: also return logsumexp(logits) [M], 0 where ignored; differentiable.
-        implementation: None, "reference" or "xla".
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
         losses [M] float32; NaN for an id that no column stands for.
@@ -104,7 +105,10 @@ def logit_terms(
     require_shape(op, (x.shape[1], weight.shape[1]), "(D of x, W)", weight=weight)
     if x.dtype != weight.dtype:
         raise TypeError(f"{op}: weight has dtype {weight.dtype}, x {x.dtype}; cast one of them")
-    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(x, weight)}
+    limits = {
+        "mosaic_tpu": lambda: mosaic_tpu.unsupported(x, weight),
+        "mosaic_gpu": lambda: mosaic_gpu.unsupported(x, weight),
+    }
     form = _FORMS[choose_implementation(op, implementation, limits)]
     # 0 * NaN is NaN: ignored tokens must not reach a product.
     x = jnp.where((targets >= 0)[:, None], x, 0)
