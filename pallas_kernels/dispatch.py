@@ -25,7 +25,7 @@ BUILT = {
     "mla_attention": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_decode": ("reference", "xla", "mosaic_tpu"),
     "mxfp4": ("reference", "xla"),
-    "short_conv": ("reference", "xla", "mosaic_tpu"),
+    "short_conv": IMPLEMENTATIONS,
 }
 
 # The implementations made for one platform.

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.grouped_matmul import mosaic_tpu, reference, xla
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.grouped_matmul.activations import SituGLU, SwiGLU
 from pallas_kernels.mxfp4 import MXFP4
 from pallas_kernels.mxfp8 import MXFP8
@@ -23,14 +23,16 @@ _PRODUCTS = {
     "reference": reference.grouped_matmul,
     "xla": xla.grouped_matmul,
     "mosaic_tpu": mosaic_tpu.grouped_matmul,
+    "mosaic_gpu": mosaic_gpu.grouped_matmul,
 }
 _GATED = {
     "reference": reference.grouped_glu,
     "xla": xla.grouped_glu,
     "mosaic_tpu": mosaic_tpu.grouped_glu,
+    "mosaic_gpu": mosaic_gpu.grouped_glu,
 }
 _APPLICATIONS = {"reference": reference.grouped_apply, "xla": xla.grouped_apply}
-_LIMITS = {"mosaic_tpu": mosaic_tpu.unsupported}
+_LIMITS = {"mosaic_tpu": mosaic_tpu.unsupported, "mosaic_gpu": mosaic_gpu.unsupported}
 
 
 def grouped_matmul(

@@ -1,0 +1,198 @@
+"""What the Hopper kernels of grouped products share: tiles of rows, shared memory, spellings.
+
+Tile i holds rows of one group, from the beginning of the group on. It is loaded as a whole, but
+never past the last row of the array: the last tiles begin earlier, and own fewer of their rows.
+Only own rows are stored. Rows past the last group are tiles of one more group, without products.
+"""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Bytes of shared memory of a block on Hopper, less those of barriers and reductions.
+SHARED_BYTES = 227 * 1024 - 4096
+
+# Columns of a block in shared memory: 128 bytes of bfloat16, the widest swizzle.
+DEPTH = 64
+
+# Warpgroups of a block: two multiply, and one loads.
+CONSUMERS = 2
+
+PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """Tiles in the order of their rows, int32; entries past `num_tiles` mean nothing.
+
+    Attributes:
+        groups: of each tile; the number of groups for rows of no group.
+        starts: first row that is loaded.
+        firsts, lasts: own rows, counted from `starts`; `lasts` is exclusive.
+        num_tiles: [1].
+    """
+
+    groups: jax.Array
+    starts: jax.Array
+    firsts: jax.Array
+    lasts: jax.Array
+    num_tiles: jax.Array
+
+
+def plan_rows(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> RowPlan:
+    """Cut the rows of each group into tiles.
+
+    Args:
+        group_sizes: int32 [E].
+        num_rows: at least `tile_rows`.
+        tile_rows: rows of a tile.
+    """
+    num_groups = group_sizes.shape[0]
+    sizes = jnp.append(group_sizes, num_rows - group_sizes.sum()).astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    tiles_per_group = (sizes + tile_rows - 1) // tile_rows
+    tile_ends = jnp.cumsum(tiles_per_group)
+    tiles = jnp.arange(num_rows // tile_rows + num_groups + 1)
+    groups = jnp.minimum(jnp.searchsorted(tile_ends, tiles, side="right"), num_groups)
+    rank = tiles - (tile_ends - tiles_per_group)[groups]  # of the tile within its group
+    firsts = (ends - sizes)[groups] + rank * tile_rows
+    starts = jnp.clip(firsts, 0, num_rows - tile_rows)
+    lasts = jnp.minimum(ends[groups], firsts + tile_rows)
+    fields = groups, starts, firsts - starts, lasts - starts, tile_ends[-1:]
+    return RowPlan(*(field.astype(jnp.int32) for field in fields))
+
+
+def pad_to(array: jax.Array, **sizes: int) -> jax.Array:
+    """Append zeros to the dimensions `d0`, `d1`, ... until they have these sizes."""
+    missing = [sizes.get(f"d{d}", size) - size for d, size in enumerate(array.shape)]
+    if not any(missing):
+        return array
+    return jnp.pad(array, [(0, width) for width in missing])
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+def fitting_width(total: int, limit: int, least: int = 64) -> int:
+    """The largest of 256, 128 and 64 that divides `total` within limits, or else `least`."""
+    return next((w for w in (256, 128, 64) if least <= w <= limit and total % w == 0), least)
+
+
+def matrix_in_smem(shape: tuple[int, ...], dtype, columns: int | None = None) -> plgpu.SMEM:
+    """Shared memory whose last two dimensions are laid out for wgmma and copies by hardware.
+
+    Args:
+        shape: of the buffers.
+        dtype: of the elements.
+        columns: how many are accessed at once; None for all.
+    """
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle((columns or shape[-1]) * size * 8)
+    transforms = (
+        plgpu.TilingTransform((8, swizzle // size)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def kernel(body, cost_estimate: pl.CostEstimate, **arguments):
+    """`plgpu.kernel` with a cost estimate where this version of jax takes one."""
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
+        arguments["cost_estimate"] = cost_estimate
+    return plgpu.kernel(body, compiler_params=PARAMS, **arguments)
+
+
+def store_untiled(ref, value: jax.Array) -> None:
+    """Store in plain order; jax 0.12 wants to be told that banks of the memory may conflict."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def loop(count: jax.Array, step) -> None:
+    """Call `step(i)` for i below `count`."""
+    lax.fori_loop(0, count, lambda i, _: step(i), None)
+
+
+def share_of_block(num_items: jax.Array, num_blocks: int) -> jax.Array:
+    """How many of the items this block computes, which take them in turns."""
+    block = lax.axis_index("block")
+    return lax.div(num_items - block + (num_blocks - 1), jnp.int32(num_blocks))
+
+
+class Ring:
+    """Buffers in shared memory that one warpgroup fills and others read, in turns.
+
+    Attributes:
+        num_slots: how many there are.
+        full: barriers, completed when the copies into a slot have arrived.
+        empty: barriers, completed when all consumers have read a slot.
+    """
+
+    def __init__(self, num_slots: int, full, empty):
+        self.num_slots = num_slots
+        self.full = full
+        self.empty = empty
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """The buffer of the step, counted from the beginning of the kernel."""
+        return lax.rem(step, jnp.int32(self.num_slots))
+
+    def wait_empty(self, step: jax.Array) -> jax.Array:
+        """Wait until the buffer of the step may be filled, and return its slot."""
+        slot = self.slot(step)
+
+        @pl.when(step >= self.num_slots)
+        def _():
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        return slot
+
+    def wait_full(self, step: jax.Array) -> jax.Array:
+        """Wait until the buffer of the step is filled, and return its slot."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.full.at[slot])
+        return slot
+
+    def release(self, step: jax.Array) -> None:
+        """Let the buffer of the step be filled again."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def drain(self, num_steps: jax.Array) -> None:
+        """Wait, after the last step, until nothing is read any more."""
+        last = jnp.minimum(num_steps, self.num_slots)
+        loop(last, lambda i: plgpu.barrier_wait(self.empty.at[self.slot(num_steps - last + i)]))
+
+
+def multiply_steps(ring: Ring, first_step: jax.Array, num_steps: jax.Array, products) -> None:
+    """Multiply the buffers of consecutive steps; each is released while the next is multiplied.
+
+    Args:
+        ring: of the buffers.
+        first_step, num_steps: which steps.
+        products: (step of this call, slot) -> issues the products of one buffer.
+    """
+
+    def step(i):
+        products(i, ring.wait_full(first_step + i))
+        plgpu.wgmma_wait(1)
+
+        @pl.when(i > 0)
+        def _():
+            ring.release(first_step + i - 1)
+
+    loop(num_steps, step)
+    plgpu.wgmma_wait(0)
+
+    @pl.when(num_steps > 0)
+    def _():
+        ring.release(first_step + num_steps - 1)
