@@ -1,16 +1,16 @@
 """MXFP4 matrices and MXFP8 rows, decoded to bfloat16 in vector memory.
 
-Codes and scales are put together as integers, one 32-bit word for the two weights of a byte. The
-codes are stored with the output columns first; transposing the words puts the bytes along the
-sublanes, where the halves of a word are neighbouring rows of a bfloat16 matrix: the words are the
-decoded matrix [K, N], and nothing is interleaved. One scale for 16 rows of words is a broadcast.
-
-Exact for scale bytes 1 to 253 while the weight is a normal, finite bfloat16 number. Weights past
-the largest finite number are infinite or NaN, and so are all of scale bytes 254 and 255.
+The two codes of a byte become the halves of a 32-bit word, by arithmetic on both at once. The codes
+are stored with the output columns first; transposing the words puts the bytes along the sublanes,
+where the halves of a word are neighbouring rows of a bfloat16 matrix: the words are the decoded
+matrix [K, N], and nothing is interleaved. One scale for 16 rows of words is a broadcast, and its
+product with the weights is exact: subnormal numbers are zero, weights past the largest finite
+number infinite, and all weights of a group with scale byte 255 NaN.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -40,34 +40,35 @@ def decode_matrix(codes, scales, decoded, transposed_scales, first_chunk) -> Non
     transposed_scales[...] = scales[0].astype(jnp.int32).T
 
     def decode(chunk, carry):
-        own_codes = codes[0, :, pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)]
+        own = codes[0, :, pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)]
+        weights = _weights(pltpu.bitcast(own, jnp.int8).astype(jnp.int32).T)
         start = pl.multiple_of((first_chunk + chunk) * SCALES, SCALES)
-        words = _words(own_codes.astype(jnp.int32).T, transposed_scales[pl.ds(start, SCALES), :])
+        factors = _per_byte(_factor_bits(transposed_scales[pl.ds(start, SCALES), :]))
         rows = pl.ds(pl.multiple_of(chunk * 2 * LANES, 2 * LANES), 2 * LANES)
-        decoded[rows, :] = pltpu.bitcast(words, jnp.bfloat16)
+        decoded[rows, :] = weights * pltpu.bitcast(factors, jnp.bfloat16)
         return carry
 
-    jax.lax.fori_loop(0, decoded.shape[0] // (2 * LANES), decode, 0)
+    lax.fori_loop(0, decoded.shape[0] // (2 * LANES), decode, 0)
 
 
-def _words(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Bytes [128, N] and scale bytes [8, N] -> pairs of bfloat16 bits, int32 [128, N].
-
-    All arithmetic is on both halves of a word at once; no carry crosses.
-    """
+def _weights(codes: jax.Array) -> jax.Array:
+    """Bytes [128, N], int32, of any upper bits -> numbers of E2M1 codes, bfloat16 [256, N]."""
     both = 0x00010001
     nibbles = (codes & 0x0F) | ((codes & 0xF0) << 12)
-    magnitude = nibbles & (7 * both)
-    upper = (magnitude >> 1) | (magnitude >> 2)
-    is_nonzero = (magnitude | upper) & both
-    is_one = is_nonzero & ~upper
-    # Indices 2..7 are (1 + odd / 2) * 2^(index // 2 - 1): index << 6 fills both fields. Index 1
-    # is 2^-1, which has no mantissa bit.
-    exponents = jnp.maximum(scales - 1, 0) << 7
-    bits = _per_byte(exponents * both) + ((magnitude - is_one) << 6)
-    bits &= (is_nonzero << 16) - is_nonzero  # all ones in the halves that are not zero
-    nan = _per_byte(jnp.where(scales >= 254, 0x7FFF * both, 0))
-    return bits | ((nibbles & (8 * both)) << 12) | nan
+    # As fields of bfloat16 next to the exponent of 1/2, indices 2..7 are the numbers that they
+    # stand for, (1 + odd / 2) * 2^(index // 2 - 1). Indices 0 and 1 are 1/2 and 3/4 and should be 0
+    # and 1/2, as if without the leading one: twice the number, less 1.
+    bits = ((nibbles & (7 * both)) << 6) + 0x3F00 * both
+    number = pltpu.bitcast(bits, jnp.bfloat16)
+    number += jnp.minimum(number - 1, 0)
+    sign = (nibbles & (8 * both)) << 12
+    return pltpu.bitcast(pltpu.bitcast(number, jnp.int32) | sign, jnp.bfloat16)
+
+
+def _factor_bits(scales: jax.Array) -> jax.Array:
+    """Bits of 2^(scale - 127) as bfloat16, in both halves of a word."""
+    bits = jnp.where(scales == 255, 0x7FC0, scales << 7)
+    return bits | (bits << 16)
 
 
 def _per_byte(group_values: jax.Array) -> jax.Array:
@@ -86,7 +87,7 @@ def decode_rows(codes, scales, decoded) -> None:
         decoded: bfloat16 reference [rows, K].
     """
     rows, width = codes.shape
-    group = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) // GROUP
+    group = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) // GROUP
     own_scales, page = None, None
     for chunk in range(width // LANES):
         if page != chunk // GROUP:  # 128 scales serve 32 chunks of 128 columns
@@ -104,7 +105,7 @@ def _e4m3(codes: jax.Array) -> jax.Array:
     """Numbers of E4M3 codes (int32), in float32."""
     magnitude = codes & 127
     # The exponent field moves from bias 7 to bias 127; below 8 the number has no leading one.
-    normal = jax.lax.bitcast_convert_type((magnitude << 20) + (120 << 23), jnp.float32)
+    normal = lax.bitcast_convert_type((magnitude << 20) + (120 << 23), jnp.float32)
     number = jnp.where(magnitude < 8, magnitude.astype(jnp.float32) * 2.0**-9, normal)
     number = jnp.where(magnitude == 127, jnp.nan, number)
     return jnp.where(codes < 128, number, -number)
