@@ -137,17 +137,22 @@ def _rows(vector: jax.Array, plan: _Plan) -> jax.Array:
     return lax.broadcast_in_dim(vector, (ROWS, plan.columns), (0,))
 
 
+def _num_tiles(plan: _Plan) -> jax.Array:
+    """Of this block."""
+    others_first = plan.filled // plan.columns - lax.axis_index("share") + (plan.shares - 1)
+    return lax.div(others_first, jnp.int32(plan.shares))
+
+
 def _over_tiles(plan: _Plan, visit, carry):
     """`carry = visit(tile, first step, carry)` over this block's tiles of the vocabulary."""
-    share = lax.axis_index("share")
-    count = lax.div(plan.filled // plan.columns - share + (plan.shares - 1), jnp.int32(plan.shares))
+    share, count = lax.axis_index("share"), _num_tiles(plan)
     return lax.fori_loop(
         0, count, lambda i, c: visit(share + i * plan.shares, i * plan.steps, c), carry
     )
 
 
 def _fetch(plan: _Plan, x_ref, weight_ref, scratch) -> None:
-    """Fill the ring, tile after tile."""
+    """Fill the ring, tile after tile, and wait until all of it has been read."""
     tokens = pl.ds(lax.axis_index("tokens") * TOKENS, TOKENS)
 
     def fetch_tile(tile, first_step, _):
@@ -168,6 +173,12 @@ def _fetch(plan: _Plan, x_ref, weight_ref, scratch) -> None:
         lax.fori_loop(0, plan.steps, fetch, None)
 
     _over_tiles(plan, fetch_tile, None)
+    num_steps = _num_tiles(plan) * plan.steps
+
+    def drain(step, _):
+        plgpu.barrier_wait(scratch["empty"].at[lax.rem(step, jnp.int32(plan.stages))])
+
+    lax.fori_loop(jnp.maximum(num_steps - plan.stages, 0), num_steps, drain, None)
 
 
 def _logits(plan: _Plan, first_step, scratch) -> jax.Array:
