@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.short_conv import mosaic_tpu, reference, xla
+from pallas_kernels.short_conv import mosaic_gpu, mosaic_tpu, reference, xla
 
 _FORMS = {
     "reference": reference.short_conv,
     "xla": xla.short_conv,
     "mosaic_tpu": mosaic_tpu.short_conv,
+    "mosaic_gpu": mosaic_gpu.short_conv,
 }
 
 
@@ -71,6 +72,9 @@ def short_conv(
         expected = (batch, taps - 1, heads, width)
         require_shape("short_conv", expected, "(B, W-1, H, K)", initial_state=initial_state)
         initial_state = initial_state.astype(x.dtype)
-    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(x)}
+    limits = {
+        "mosaic_tpu": lambda: mosaic_tpu.unsupported(x),
+        "mosaic_gpu": lambda: mosaic_gpu.unsupported(x),
+    }
     form = _FORMS[choose_implementation("short_conv", implementation, limits)]
     return form(x, weight, segment_ids, initial_state)

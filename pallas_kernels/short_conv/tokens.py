@@ -88,6 +88,47 @@ def inputs_before(
     return jnp.stack(inputs[::-1], axis=2)
 
 
+def tokens_after(
+    arrays: tuple[jax.Array, ...], kinds: jax.Array | None, positions: np.ndarray, num: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """Return the next `num` tokens of the segment that reaches up to each position.
+
+    Args:
+        arrays: [B, T, H, K] each.
+        kinds: kinds of the tokens [B, T], or None when all continue.
+        positions: indices of tokens [P], T for the end of the row.
+        num: tokens per position, in order.
+
+    Returns:
+        the tokens of each array [B, P, num, H, K], and whether they exist [B, P, num] int32; what
+        stands for those that do not is arbitrary.
+    """
+    batch, length = arrays[0].shape[:2]
+    if kinds is None:
+        index = positions[:, None] + np.arange(num)  # [P, num]
+        exists = jnp.broadcast_to(jnp.int32(index < length), (batch, *index.shape))
+        index = np.minimum(index, length - 1)
+        return [jnp.take(array, index, axis=1) for array in arrays], exists
+    forth = jnp.where(kinds != ABSENT, jnp.arange(length), length)
+    next_real = jax.lax.cummin(forth, axis=1, reverse=True)  # at or after each token
+    next_real = jnp.pad(next_real, ((0, 0), (0, 1)), constant_values=length)
+    index, in_segment, indices, exists = next_real[:, positions], True, [], []
+    for _ in range(num):
+        clipped = jnp.minimum(index, length - 1)
+        starts = jnp.take_along_axis(kinds, clipped, axis=1) == STARTS
+        in_segment = in_segment & (index < length) & ~starts
+        indices.append(clipped)
+        exists.append(in_segment)
+        index = jnp.take_along_axis(next_real, jnp.minimum(index + 1, length), axis=1)
+    flat = jnp.stack(indices, axis=2).reshape(batch, -1)[:, :, None, None]
+    shape = (batch, len(positions), num)
+    tokens = [
+        jnp.take_along_axis(array, flat, axis=1).reshape(*shape, *array.shape[2:])
+        for array in arrays
+    ]
+    return tokens, jnp.stack(exists, axis=2).astype(jnp.int32)
+
+
 def differentiable(forward: Callable, backward: Callable) -> Callable:
     """Return the op made of two kernels, with the signature of the other forms.
 
