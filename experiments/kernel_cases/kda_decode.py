@@ -1,4 +1,4 @@
-"""One token, and four of speculation, of a layer of K3: all 96 heads or the 12 of one of 8 chips."""
+"""One token, and four of speculation, of a layer of K3: 96 heads, or the 12 of one of 8 chips."""
 
 import functools
 

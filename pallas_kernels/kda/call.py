@@ -96,10 +96,7 @@ def kda(
     )  # fmt: skip
     per_run = num_segments is not None
     num_pieces = _choose_pieces(context_chunks, q, per_run or state_positions is not None)
-    cut_runs = (num_segments or 1) if state_positions is not None else 0
-    chosen = choose_implementation(
-        "kda", implementation, limits(operands, segment_ids=segment_ids, num_cut_runs=cut_runs)
-    )
+    chosen = choose_implementation("kda", implementation, limits(operands))
     check_positions(state_positions, q.shape[0], segment_ids, num_segments)
     check_num_segments(segment_ids, num_segments)
     if gate is None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.activate import activate
+from pallas_kernels.kda import mosaic_tpu
+from pallas_kernels.kda.activate import NORM_EPS, activate
 from pallas_kernels.kda.gate import KDAGate
 from pallas_kernels.kda.inputs import compute_dtype
 from pallas_kernels.kda.positions import cut_spans, gather_states
@@ -121,17 +122,30 @@ def _xla(operands, *, segment_ids, **options):
     )
 
 
-_FORMS = {"xla": _xla}
+def _kernel(kernel: Callable) -> Callable:
+    """Adapt the entry of a kernel, which does the activations itself."""
+
+    def form(operands, *, segment_ids, **options):
+        gate = operands.gate
+        return kernel(
+            *operands.tokens,
+            None if gate is None else gate.A_log,
+            None if gate is None else gate.dt_bias,
+            segment_ids=segment_ids,
+            log_decay_min=operands.log_decay_min,
+            lower_bound=None if gate is None else gate.lower_bound,
+            beta_logits=operands.beta_logits,
+            normalize_qk=operands.normalize_qk,
+            norm_eps=NORM_EPS,
+            **options,
+        )
+
+    return form
 
 
-def limits(
-    operands: Operands, *, segment_ids: jax.Array | None = None, num_cut_runs: int = 0
-) -> dict[str, Callable[[], str | None]]:
-    """Return what `choose_implementation` needs to know of a call.
+_FORMS = {"xla": _xla, "mosaic_tpu": _kernel(mosaic_tpu.kda_mosaic_tpu)}
 
-    Args:
-        operands: the tokens.
-        segment_ids: [B, T] or None.
-        num_cut_runs: how many runs a row may have that are cut at state positions.
-    """
-    return {}
+
+def limits(operands: Operands) -> dict[str, Callable[[], str | None]]:
+    """Return what `choose_implementation` needs to know of a call."""
+    return {"mosaic_tpu": lambda: mosaic_tpu.unsupported(*operands.tokens)}

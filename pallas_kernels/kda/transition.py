@@ -70,10 +70,7 @@ def kda_transition(
         q=k, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
         normalize_qk=normalize_k, log_decay_min=log_decay_min,
     )  # fmt: skip
-    calls = _calls(operands)
-    chosen = choose_implementation(
-        "kda", implementation, limits(calls[-1], segment_ids=segment_ids)
-    )
+    chosen = choose_implementation("kda", implementation, limits(_calls(operands)[-1]))
     with jax.named_scope("kda_transition"):
         return run_transition(chosen, operands, segment_ids=segment_ids)
 

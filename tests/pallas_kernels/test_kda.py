@@ -228,7 +228,7 @@ def test_more_runs_than_states_are_refused_or_poisoned():
         ({"log_decay_min": 0.5}, ValueError, "log_decay_min=0.5 must be a finite number <= 0"),
         ({"log_decay_min": -np.inf}, ValueError, "or None when the decay has no bound"),
         ({"implementation": "cuda"}, ValueError, "'cuda' is unknown; use None or one of"),
-        ({"implementation": "mosaic_tpu"}, NotImplementedError, "not built; use None or one of"),
+        ({"implementation": "mosaic_tpu"}, NotImplementedError, "it runs on tpu, and this program"),
     ],
 )
 def test_bad_input_is_named(change, error, message):
@@ -243,7 +243,7 @@ def test_bad_input_is_named(change, error, message):
 def test_bad_decode_input_is_named():
     q, k, v, log_decay, beta = (jnp.asarray(x, jnp.float32) for x in _raw())
     state = jnp.zeros((B, H, K, V))
-    with pytest.raises(ValueError, match="q has 83 tokens; it takes one"):
+    with pytest.raises(ValueError, match="q has 83 tokens; it takes one to 8, use kda for more"):
         kda_decode(q, k, v, log_decay, beta, state)
     with pytest.raises(ValueError, match=r"expected \[B, H, K\] or \[B, 1, H, K\]"):
         kda_decode(q[0, 0], k, v, log_decay, beta, state)
