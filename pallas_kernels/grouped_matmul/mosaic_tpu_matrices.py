@@ -68,13 +68,17 @@ def multiply_groups(x: jax.Array, d: jax.Array, group_sizes: jax.Array, dtype) -
     output = jax.ShapeDtypeStruct((num_groups, width, num_columns), dtype)
     output_spec = pl.BlockSpec((1, height, columns), lambda i, j, v, group, *_: (group[v], i, j))
     scratch = [pltpu.VMEM((height, columns), jnp.float32)]
-    reads = x.nbytes * (num_columns // columns) + d.nbytes * (width // height)
+    blocks, blocks_of_d = width // height, num_columns // columns
+    if num_rows <= tiles.rows:  # one tile, whose blocks are read again only when they change
+        reads = x.nbytes + d.nbytes * (blocks if blocks_of_d > 1 else 1)
+    else:
+        reads = x.nbytes * blocks_of_d + d.nbytes * blocks
     return pl.pallas_call(
         functools.partial(_kernel, tiles),
         out_shape=output,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
-            grid=(width // height, num_columns // columns, visits.groups.shape[0]),
+            grid=(blocks, blocks_of_d, visits.groups.shape[0]),
             in_specs=specs,
             out_specs=output_spec,
             scratch_shapes=scratch,

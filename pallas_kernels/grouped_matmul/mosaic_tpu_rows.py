@@ -237,7 +237,8 @@ def _cost(call: _Call, rows, matrices, extras, outputs, num_rows: int, num_group
     nbytes = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))  # noqa: E731
     num_blocks = call.num_columns // call.block
     row_arrays = [_row_arrays(array) for array in rows]
-    read = num_blocks * sum(
+    # A single tile stays where it is while the blocks change.
+    read = (num_blocks if num_rows > call.tiles.rows else 1) * sum(
         part.size * part.dtype.itemsize for arrays in row_arrays for part in arrays
     )
     matrix_bytes = nbytes(matrices)
