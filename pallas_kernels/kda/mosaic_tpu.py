@@ -184,7 +184,7 @@ def _run_forward(options, floats, layout):
 def _run_backward(options, residuals, cotangents):
     floats, (marks, runs), kept = residuals
     d_output, d_final_state = cotangents
-    options, arrays, initial_state = _group(options, "kda_backward", floats, marks)
+    options, arrays, _ = _group(options, "kda_backward", floats, marks)
     found = run_backward(options, arrays, kept, d_output, d_final_state, runs)
     d_beta = jnp.moveaxis(found.beta, 2, 3).reshape(floats[4].shape)
     d_state = found.initial_state

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, constant_product, dot
+from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, constant_product, product
 from pallas_kernels.kda.mosaic_tpu_inputs import (
     Activations,
     Marks,
@@ -151,40 +151,34 @@ def _chunk_gradient(
     reach_back,
 ) -> tuple[Tokens, list[jax.Array]]:  # fmt: skip
     """Gradients of the tokens of a chunk (beta as rows [heads, C]) and of the state before it."""
-    operand, heads, decay, keys = options.operand, range(options.heads), scores.decay, scores.keys
+    heads, decay, keys = range(options.heads), scores.decay, scores.keys
     lanes, values = options.key_lanes, options.value_lanes
-
-    def cast(arrays):
-        return [x.astype(operand) for x in arrays]
+    times = functools.partial(product, exact=options.exact)
 
     def joined(parts):
         return jnp.concatenate(parts, axis=1)
 
-    rows = both(tokens, decay.from_start, operand)
-    ends = (keys * decay.to_end).astype(operand)
-    narrow, d_narrow, inverse = cast(states), cast(d_states), cast(scores.inverse)
+    rows, ends = both(tokens, decay.from_start), keys * decay.to_end
     d_outputs = [d_output[:, values(h)] for h in heads]
     corrections, d_values = [], []
     for h in heads:
-        carried = dot(rows[:CHUNK, lanes(h)], narrow[h], "nt")
-        missing = (tokens.v[:, values(h)] - carried).astype(operand)
-        corrections.append(dot(inverse[h], missing))
-    factors = cast(corrections)
+        carried = times(rows[:CHUNK, lanes(h)], states[h], "nt", fine=True)
+        corrections.append(times(scores.inverse[h], tokens.v[:, values(h)] - carried, fine=True))
     for h in heads:
-        on_queries = scores.pairs[h][CHUNK:].astype(operand)
-        d_correction = dot(on_queries, d_outputs[h].astype(operand), "tn")
-        d_correction += scores.own[h] * d_outputs[h] + dot(ends[:, lanes(h)], d_narrow[h], "nt")
-        d_values.append(dot(inverse[h], d_correction.astype(operand), "tn"))
-    d_carried = cast([jnp.concatenate([-d_values[h], d_outputs[h]], axis=0) for h in heads])
+        d_correction = times(scores.pairs[h][CHUNK:], d_outputs[h], "tn", fine=True)
+        d_correction += scores.own[h] * d_outputs[h]
+        d_correction += times(ends[:, lanes(h)], d_states[h], "nt", fine=True)
+        d_values.append(times(scores.inverse[h], d_correction, "tn", fine=True))
+    d_carried = [jnp.concatenate([-d_values[h], d_outputs[h]], axis=0) for h in heads]
 
-    d_rows = joined([dot(d_carried[h], narrow[h]) for h in heads])
-    d_keys = joined([dot(factors[h], d_narrow[h]) for h in heads]) * decay.to_end
+    d_rows = joined([times(d_carried[h], states[h]) for h in heads])
+    d_keys = joined([times(corrections[h], d_states[h]) for h in heads]) * decay.to_end
     d_total = (
         joined([jnp.sum(states[h] * d_states[h], axis=0, keepdims=True) for h in heads])
         * decay.total
     )
     d_states = [
-        decay.total[:, lanes(h)] * d_states[h] + dot(d_carried[h], rows[:, lanes(h)], "tn")
+        decay.total[:, lanes(h)] * d_states[h] + times(d_carried[h], rows[:, lanes(h)], "tn")
         for h in heads
     ]
     # A token on itself meets no decay: it stays out of the decay's gradient.
@@ -196,13 +190,13 @@ def _chunk_gradient(
     d_q += joined([d_own[h] * keys[:, lanes(h)] for h in heads])
     d_keys += joined([d_own[h] * tokens.q[:, lanes(h)] for h in heads])
 
-    d_scores = [dot(d_carried[h], factors[h], "nt") for h in heads]
+    d_scores = [times(d_carried[h], corrections[h], "nt") for h in heads]
     masks = pair_masks(options, marks)
     for split, mask, row, key in zip(options.splits, masks, decay.rows, decay.keys, strict=True):
-        d_pairs = cast([jnp.where(mask, x, 0) for x in d_scores])
-        rows, columns = both(tokens, row, operand), (keys * key).astype(operand)
-        d_rows = joined([dot(d_pairs[h], columns[:, lanes(h)]) for h in heads])
-        split_keys = key * joined([dot(d_pairs[h], rows[:, lanes(h)], "tn") for h in heads])
+        d_pairs = [jnp.where(mask, x, 0) for x in d_scores]
+        rows, columns = both(tokens, row), keys * key
+        d_rows = joined([times(d_pairs[h], columns[:, lanes(h)]) for h in heads])
+        split_keys = key * joined([times(d_pairs[h], rows[:, lanes(h)], "tn") for h in heads])
         split_k, split_q = d_rows[:CHUNK] * row, d_rows[CHUNK:] * row
         on_keys = keys * split_keys
         exponents.append(
@@ -212,9 +206,8 @@ def _chunk_gradient(
 
     d_log_decay = constant_product(reach_back, jnp.concatenate(exponents, axis=0))
     d_k += joined([d_keys[:, lanes(h)] * tokens.beta[:, h : h + 1] for h in heads])
-    on_beta = tokens.k * d_keys
-    d_beta = [jnp.sum(on_beta[:, lanes(h)], axis=1, keepdims=True) for h in heads]
-    d_tokens = Tokens(d_q, d_k, joined(d_values), d_log_decay, joined(d_beta).T)
+    d_beta = [jnp.sum(d_values[h] * corrections[h], axis=1, keepdims=True) for h in heads]
+    d_tokens = Tokens(d_q, d_k, joined(d_values), d_log_decay, (joined(d_beta) / tokens.beta).T)
     return d_tokens, d_states
 
 

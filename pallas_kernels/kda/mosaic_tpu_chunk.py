@@ -70,13 +70,50 @@ def reach_matrix(bounded: bool) -> np.ndarray:
     return np.concatenate(whole + [split.reach for split in choose_splits(bounded)])
 
 
-def dot(x: jax.Array, y: jax.Array, contract: str = "nn") -> jax.Array:
-    """Multiply two matrices, float32 result; "t" where one is to be transposed ("nt": x @ y.T)."""
-    dimensions = (((0 if contract[0] == "t" else 1,), (1 if contract[1] == "t" else 0,)), ((), ()))
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+def product(
+    x: jax.Array, y: jax.Array, contract: str = "nn", *, exact: bool, fine: bool = False
+) -> jax.Array:
+    """Multiply two float32 matrices, float32 result.
+
+    Args:
+        x: first factor.
+        y: second factor.
+        contract: "t" where a factor is to be transposed ("nt": x @ y.T).
+        exact: multiply in float32; else round the factors to bfloat16.
+        fine: keep 16 bits of the factors where not exact: of what the inverse acts on. Similar
+            keys with slow decay cancel there and leave differences as small as the rounding.
+    """
+    if exact:
+        return _dot(x, y, contract, jax.lax.Precision.HIGHEST)
+    if not fine:
+        return _dot(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), contract)
+    (x_high, x_low), (y_high, y_low) = _pieces(x, 2), _pieces(y, 2)
+    # One product over three times the length, in which each bfloat16 product is exact.
+    long_x = jnp.concatenate([x_high, x_high, x_low], axis=_axes(contract)[0])
+    long_y = jnp.concatenate([y_high, y_low, y_high], axis=_axes(contract)[1])
+    return _dot(long_x, long_y, contract)
+
+
+def _axes(contract: str) -> tuple[int, int]:
+    """Which axes of two matrices are summed over."""
+    return (0 if contract[0] == "t" else 1), (1 if contract[1] == "t" else 0)
+
+
+def _dot(x: jax.Array, y: jax.Array, contract: str = "nn", precision=None) -> jax.Array:
+    first, second = _axes(contract)
     return jax.lax.dot_general(
-        x, y, dimensions, precision=exact, preferred_element_type=jnp.float32
-    )
+        x, y, (((first,), (second,)), ((), ())),
+        precision=precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _pieces(x: jax.Array, count: int) -> list[jax.Array]:
+    """Cut float32 numbers into pieces of 8 bits."""
+    pieces = []
+    for _ in range(count):
+        pieces.append(x.astype(jnp.bfloat16))
+        x = x - pieces[-1].astype(jnp.float32)
+    return pieces
 
 
 def constant_product(matrix: jax.Array, x: jax.Array) -> jax.Array:
@@ -87,11 +124,8 @@ def constant_product(matrix: jax.Array, x: jax.Array) -> jax.Array:
             the product exact to float32, 2 leave 2**-17.
         x: [N, D] float32.
     """
-    pieces = []
-    for _ in range(matrix.shape[1] // x.shape[0]):
-        pieces.append(x.astype(jnp.bfloat16))
-        x = x - pieces[-1].astype(jnp.float32)
-    return dot(matrix, jnp.concatenate(pieces, axis=0))
+    pieces = _pieces(x, matrix.shape[1] // x.shape[0])
+    return _dot(matrix, jnp.concatenate(pieces, axis=0))
 
 
 class Decay(NamedTuple):
@@ -119,7 +153,7 @@ def decay_factors(log_decay: jax.Array, reach: jax.Array, splits: tuple[Split, .
     return Decay(start, jnp.exp(end), start[CHUNK - 1 :], rows, keys)
 
 
-def invert_unit_lower(matrices: list[jax.Array], operand: jnp.dtype) -> list[jax.Array]:
+def invert_unit_lower(matrices: list[jax.Array], exact: bool) -> list[jax.Array]:
     """Return (I + A)^-1 for strictly lower triangular A [C, C], float32.
 
     Tiles on the diagonal are inverted by eliminating column after column, all tiles of all matrices
@@ -138,12 +172,14 @@ def invert_unit_lower(matrices: list[jax.Array], operand: jnp.dtype) -> list[jax
     block = TILE
     while block < CHUNK:
         between = _border_split(block).holds(t, s)
-        links = [jnp.where(between, matrix, 0).astype(operand) for matrix in matrices]
-        factors = [x.astype(operand) for x in inverses]
-        products = [dot(link, x).astype(operand) for link, x in zip(links, factors, strict=True)]
+        links = [jnp.where(between, matrix, 0) for matrix in matrices]
+        products = [
+            product(link, x, exact=exact, fine=True)
+            for link, x in zip(links, inverses, strict=True)
+        ]
         inverses = [
-            inverse - dot(x, product)
-            for inverse, x, product in zip(inverses, factors, products, strict=True)
+            x - product(x, y, exact=exact, fine=True)
+            for x, y in zip(inverses, products, strict=True)
         ]
         block *= 2
     return inverses

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, dot
+from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, product
 from pallas_kernels.kda.mosaic_tpu_inputs import Options, read_marks, read_tokens
 from pallas_kernels.kda.mosaic_tpu_layout import (
     Operands,
@@ -85,7 +85,7 @@ def _kernel(options: Options, aligned: bool, keep: bool, *refs):
     operands, refs = Operands(*refs[: len(Operands._fields)]), refs[len(Operands._fields) :]
     initial_ref, output_ref, final_ref, *kept_ref, state_ref = refs
     row, chunk = pl.program_id(0), pl.program_id(2)
-    heads, operand = range(options.heads), options.operand
+    heads, exact = range(options.heads), options.exact
 
     @pl.when(opens_run(runs, row, chunk))
     def _():
@@ -97,21 +97,23 @@ def _kernel(options: Options, aligned: bool, keep: bool, *refs):
     tokens, _ = read_tokens(options, operands, marks)
     scores = score(options, tokens, marks, operands.reach[...])
     decay = scores.decay
-    rows = both(tokens, decay.from_start, operand)
-    ends = (scores.keys * decay.to_end).astype(operand)
+    rows = both(tokens, decay.from_start)
+    ends = scores.keys * decay.to_end
     states = [state_ref[h] for h in heads]
-    carried = [dot(rows[:, options.key_lanes(h)], states[h].astype(operand), "nt") for h in heads]
+    carried = [
+        product(rows[:, options.key_lanes(h)], states[h], "nt", exact=exact, fine=True)
+        for h in heads
+    ]
     corrections = []
     for h in heads:
         missing = tokens.v[:, options.value_lanes(h)] - carried[h][:CHUNK]
-        corrections.append(dot(scores.inverse[h].astype(operand), missing.astype(operand)))
-    factors = [x.astype(operand) for x in corrections]
+        corrections.append(product(scores.inverse[h], missing, exact=exact, fine=True))
     for h in heads:
-        earlier = dot(scores.pairs[h][CHUNK:].astype(operand), factors[h])
+        earlier = product(scores.pairs[h][CHUNK:], corrections[h], exact=exact)
         output = carried[h][CHUNK:] + scores.own[h] * corrections[h] + earlier
         output_ref[0, :, options.value_lanes(h)] = output.astype(output_ref.dtype)
         lanes = options.key_lanes(h)
-        update = dot(factors[h], ends[:, lanes], "tn")
+        update = product(corrections[h], ends[:, lanes], "tn", exact=exact)
         state_ref[h] = decay.total[:, lanes] * states[h] + update
 
     @pl.when(closes_run(runs, row, chunk, options.num_chunks))

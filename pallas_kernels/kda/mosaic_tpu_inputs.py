@@ -11,6 +11,9 @@ from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, Split, choose_splits, rea
 # Above this softplus is the identity (kda_gate); also keeps exp from overflowing.
 _SOFTPLUS_IDENTITY = 20.0
 
+# The gradient of beta is divided by it.
+_LEAST_BETA = 1e-20
+
 # Rows of the marks of a chunk, [MARKS, C] float32; padded to the 8 rows of a register.
 _RUN, _REAL, _FROM_START, _TO_END, MARKS = 0, 1, 2, 3, 8
 
@@ -55,11 +58,6 @@ class Options:
     def num_chunks(self) -> int:
         """Chunks of one row."""
         return -(-self.num_tokens // CHUNK)
-
-    @property
-    def operand(self) -> jnp.dtype:
-        """The dtype of the factors of matrix products."""
-        return jnp.dtype(jnp.float32 if self.exact else jnp.bfloat16)
 
     @property
     def parts(self) -> int:
@@ -179,6 +177,7 @@ def read_tokens(options: Options, refs, marks: Marks) -> tuple[Tokens, Activatio
     if options.raw_beta:
         beta = jax.nn.sigmoid(beta)
     beta = absent_as_zero(beta, marks.real_row)
+    beta = jnp.where(jnp.abs(beta) < _LEAST_BETA, _LEAST_BETA, beta)
     tokens = Tokens(q, k, v, log_decay, beta.T)
     return tokens, Activations(q_norms, k_norms, by_logits, by_rate, beta)
 

@@ -5,7 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, Decay, decay_factors, dot, invert_unit_lower
+from pallas_kernels.kda.mosaic_tpu_chunk import (
+    CHUNK,
+    Decay,
+    decay_factors,
+    invert_unit_lower,
+    product,
+)
 from pallas_kernels.kda.mosaic_tpu_inputs import Marks, Options, Tokens
 
 
@@ -19,9 +25,9 @@ class Scores(NamedTuple):
     inverse: list[jax.Array]  # of I + the upper half of pairs, [C, C]
 
 
-def both(tokens: Tokens, factor: jax.Array, operand: jnp.dtype) -> jax.Array:
+def both(tokens: Tokens, factor: jax.Array) -> jax.Array:
     """Keys, then queries, times the factor: [2C, heads * K], for one product instead of two."""
-    rows = [(tokens.k * factor).astype(operand), (tokens.q * factor).astype(operand)]
+    rows = [tokens.k * factor, tokens.q * factor]
     return jnp.concatenate(rows, axis=0)
 
 
@@ -46,21 +52,23 @@ def pair_masks(options: Options, marks: Marks) -> list[jax.Array]:
 
 def score(options: Options, tokens: Tokens, marks: Marks, reach: jax.Array) -> Scores:
     """Return the decayed scores of a chunk and their inverse."""
-    operand, heads = options.operand, range(options.heads)
+    exact, heads = options.exact, range(options.heads)
     decay = decay_factors(tokens.log_decay, reach, options.splits)
     beta = [tokens.beta[:, h : h + 1] for h in heads]
     keys = jnp.concatenate([tokens.k[:, options.key_lanes(h)] * beta[h] for h in heads], axis=1)
     pairs = [None for _ in heads]
     factors = zip(decay.rows, decay.keys, pair_masks(options, marks), strict=True)
     for row_factor, key_factor, mask in factors:
-        rows = both(tokens, row_factor, operand)
-        columns = (keys * key_factor).astype(operand)
+        rows = both(tokens, row_factor)
+        columns = keys * key_factor
         for h in heads:
             lanes = options.key_lanes(h)
             # Pairs that the split is wrong for may be infinite.
-            found = jnp.where(mask, dot(rows[:, lanes], columns[:, lanes], "nt"), 0)
+            found = jnp.where(
+                mask, product(rows[:, lanes], columns[:, lanes], "nt", exact=exact, fine=True), 0
+            )
             pairs[h] = found if pairs[h] is None else pairs[h] + found
     products = tokens.q * keys
     own = [jnp.sum(products[:, options.key_lanes(h)], axis=1, keepdims=True) for h in heads]
-    inverse = invert_unit_lower([x[:CHUNK] for x in pairs], operand)
+    inverse = invert_unit_lower([x[:CHUNK] for x in pairs], exact)
     return Scores(cut_runs(decay, marks), keys, pairs, own, inverse)
