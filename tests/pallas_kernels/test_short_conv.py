@@ -125,7 +125,7 @@ def test_implementation_names_are_used_or_refused():
     x, weight = jnp.zeros((2, 3, 1, 4)), jnp.zeros((4, 1, 4))
     with pytest.raises(ValueError, match="implementation='fast' is unknown; use None or one of"):
         short_conv(x, weight, implementation="fast")
-    with pytest.raises(NotImplementedError, match="'mosaic_tpu' is not built; use None or one of"):
+    with pytest.raises(NotImplementedError, match="'mosaic_tpu': it runs on tpu, and this"):
         short_conv(x, weight, implementation="mosaic_tpu")
 
 
