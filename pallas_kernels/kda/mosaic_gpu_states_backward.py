@@ -11,6 +11,8 @@ Per chunk, with dS' the gradient of the state after it::
 A program holds 64 value channels of one head's dS in registers.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,6 +33,32 @@ from pallas_kernels.kda.mosaic_gpu_states import (
 from pallas_kernels.kda.mosaic_gpu_tiles import BLOCK, CHUNK, multiply, over_rows, transposed
 
 _BF16, _F32 = jnp.bfloat16, jnp.float32
+
+
+class _Blocks(NamedTuple):
+    """Operands in shared memory, one block or one for each 64 key channels."""
+
+    k_end: list
+    q_start: list
+    k_start: list
+    d_state: list
+    d_output: Any
+    score_q: Any
+    solve: Any
+    correction: Any
+    d_update: Any
+    d_v: Any
+
+    @classmethod
+    def number(cls, num_blocks):
+        """How many there are."""
+        return 4 * num_blocks + 6
+
+    @classmethod
+    def of(cls, all_blocks, num_blocks):
+        """Name them."""
+        lists = [all_blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(4)]
+        return cls(*lists, *all_blocks[4 * num_blocks :])
 
 
 def run_states_backward(d_output, beta, prepared, corrections, d_final_state, runs):
@@ -61,21 +89,13 @@ def run_states_backward(d_output, beta, prepared, corrections, d_final_state, ru
         jax.ShapeDtypeStruct(d_final_state.shape, _F32),
     )
     scratch = {
-        "end_blocks": blocks(num_blocks),
-        "d_output_block": blocks(),
-        "score_block": blocks(),
+        "operands": blocks(_Blocks.number(num_blocks)),
+        "zeros": plgpu.SMEM((2 * CHUNK,), jnp.int32),
         "beta_row": plgpu.SMEM((CHUNK,), _F32),
         "first": plgpu.Barrier(num_arrivals=num_blocks + 3),
-        "solve_block": blocks(),
-        "correction_block": blocks(),
         "second": plgpu.Barrier(num_arrivals=2),
-        "q_blocks": blocks(num_blocks),
-        "k_blocks": blocks(num_blocks),
         "total_rows": plgpu.SMEM((num_blocks, BLOCK), _F32),
         "third": plgpu.Barrier(num_arrivals=3 * num_blocks),
-        "state_blocks": blocks(num_blocks),
-        "update_block": blocks(),
-        "d_v_block": blocks(),
         "d_beta_row": plgpu.SMEM((CHUNK,), _F32),
         "exchange": plgpu.SMEM((BLOCK, BLOCK), _F32),
         "exchanged": plgpu.Barrier(num_arrivals=1),
@@ -99,39 +119,44 @@ def run_states_backward(d_output, beta, prepared, corrections, d_final_state, ru
 def _kernel(
     d_output, beta, prepared, corrections, d_final_state, runs, d_v, d_beta, d_states,
     d_initial_state,
-    *, end_blocks, d_output_block, score_block, beta_row, first, solve_block, correction_block,
-    second, q_blocks, k_blocks, total_rows, third, state_blocks, update_block, d_v_block,
-    d_beta_row, exchange, exchanged,
+    *, operands, zeros, beta_row, first, second, total_rows, third, d_beta_row, exchange, exchanged,
 ):  # fmt: skip
     row, head, values = (lax.axis_index(name) for name in ("row", "head", "values"))
     channels = pl.ds(values * BLOCK, BLOCK)
-    num_chunks, num_blocks = prepared.solve.shape[2], k_blocks.shape[0]
+    num_chunks, num_blocks = prepared.solve.shape[2], total_rows.shape[0]
     keys = [pl.ds(index * BLOCK, BLOCK) for index in range(num_blocks)]
 
     def tokens(chunk):
         return pl.ds(chunk * CHUNK, CHUNK)
 
-    def by_block(source, chunk, target):
-        return ((source.at[row, head, chunk, :, keys[i]], target.at[i]) for i in range(num_blocks))
+    def views():
+        return _Blocks.of(tiles.hide(operands, zeros), num_blocks)
+
+    def by_key(source, chunk, targets):
+        return zip((source.at[row, head, chunk, :, x] for x in keys), targets, strict=True)
 
     def start_first(chunk):
-        copy(first, *by_block(prepared.k_end, chunk, end_blocks))
-        copy(first, (d_output.at[row, tokens(chunk), head, channels], d_output_block))
-        copy(first, (prepared.score_q.at[row, head, chunk], score_block))
+        to = views()
+        copy(first, *by_key(prepared.k_end, chunk, to.k_end))
+        copy(first, (d_output.at[row, tokens(chunk), head, channels], to.d_output))
+        copy(first, (prepared.score_q.at[row, head, chunk], to.score_q))
         copy(first, (beta.at[row, head, tokens(chunk)], beta_row))
 
     def start_second(chunk):
-        copy(second, (prepared.solve.at[row, head, chunk], solve_block))
-        copy(second, (corrections.at[row, head, chunk, :, channels], correction_block))
+        to = views()
+        copy(second, (prepared.solve.at[row, head, chunk], to.solve))
+        copy(second, (corrections.at[row, head, chunk, :, channels], to.correction))
 
     def start_third(chunk):
-        copy(third, *by_block(prepared.q_start, chunk, q_blocks))
-        copy(third, *by_block(prepared.k_start, chunk, k_blocks))
+        to = views()
+        copy(third, *by_key(prepared.q_start, chunk, to.q_start))
+        copy(third, *by_key(prepared.k_start, chunk, to.k_start))
         copy(third, *((prepared.total.at[row, head, chunk, keys[i]], total_rows.at[i])
                       for i in range(num_blocks)))  # fmt: skip
 
     def step(number, d_state):
         chunk = num_chunks - 1 - number
+        at = views()
 
         def state_of_run(array):
             return array.at[row, run_of(runs, row, chunk), head, :, channels]
@@ -146,33 +171,33 @@ def _kernel(
         # The copies to main memory of the step before have read their blocks.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index in range(num_blocks):
-            state_blocks[index] = d_state[index].astype(_BF16)
+            at.d_state[index][...] = d_state[index].astype(_BF16)
         plgpu.commit_smem()
         for index in range(num_blocks):
             plgpu.copy_smem_to_gmem(
-                state_blocks.at[index], d_states.at[row, head, chunk, keys[index], channels]
+                at.d_state[index], d_states.at[row, head, chunk, keys[index], channels]
             )
         plgpu.barrier_wait(first)
         beta_rows = over_rows(beta_row[...])
         d_update = multiply(
-            (transposed(score_block), d_output_block),
-            *((end_blocks.at[i], state_blocks.at[i]) for i in range(num_blocks)),
+            (transposed(at.score_q), at.d_output),
+            *((at.k_end[i], at.d_state[i]) for i in range(num_blocks)),
         )
-        update_block[...] = (beta_rows * d_update).astype(_BF16)
+        at.d_update[...] = (beta_rows * d_update).astype(_BF16)
         plgpu.commit_smem()
         plgpu.barrier_wait(second)
-        d_solved = d_update - multiply((transposed(solve_block), update_block))
-        d_v_block[...] = (beta_rows * d_solved).astype(_BF16)
-        d_beta_row[...] = jnp.sum(d_solved * correction_block[...].astype(_F32), axis=1)
+        d_solved = d_update - multiply((transposed(at.solve), at.d_update))
+        at.d_v[...] = (beta_rows * d_solved).astype(_BF16)
+        d_beta_row[...] = jnp.sum(d_solved * at.correction[...].astype(_F32), axis=1)
         plgpu.commit_smem()
         pl.when(chunk > 0)(lambda: start_second(chunk - 1))
-        plgpu.copy_smem_to_gmem(d_v_block, d_v.at[row, tokens(chunk), head, channels])
+        plgpu.copy_smem_to_gmem(at.d_v, d_v.at[row, tokens(chunk), head, channels])
         plgpu.copy_smem_to_gmem(d_beta_row, d_beta.at[row, values, head, tokens(chunk)])
         plgpu.barrier_wait(third)
         d_state = tuple(
             over_rows(jnp.exp(total_rows[i])) * d_state[i]
-            + multiply((transposed(q_blocks.at[i]), d_output_block))
-            - multiply((transposed(k_blocks.at[i]), d_v_block))
+            + multiply((transposed(at.q_start[i]), at.d_output))
+            - multiply((transposed(at.k_start[i]), at.d_v))
             for i in range(num_blocks)
         )
         plgpu.commit_smem()
@@ -185,10 +210,11 @@ def _kernel(
 
         return lax.cond(opens_run(runs, row, chunk), leave_run, lambda x: x, d_state)
 
+    tiles.write_zeros(zeros)
     last = num_chunks - 1
     start_first(last)
     start_second(last)
     start_third(last)
-    zeros = tuple(lax.full((BLOCK, BLOCK), 0.0, _F32) for _ in range(num_blocks))
-    lax.fori_loop(0, num_chunks, step, zeros)
+    state = tuple(lax.full((BLOCK, BLOCK), 0.0, _F32) for _ in range(num_blocks))
+    lax.fori_loop(0, num_chunks, step, state)
     plgpu.wait_smem_to_gmem(0)

@@ -70,6 +70,26 @@ def over_columns(vector: jax.Array, shape: tuple[int, int] = (CHUNK, BLOCK)) -> 
     return lax.broadcast_in_dim(vector, shape, (1,))
 
 
+def write_zeros(zeros) -> None:
+    """Prepare shared memory [128] int32 for `hide`."""
+    zeros[...] = lax.full(zeros.shape, 0, jnp.int32)
+    plgpu.commit_smem()
+
+
+def hide(operands, zeros) -> list:
+    """Return the blocks of `operands [n, 64, 64]`, their addresses hidden from the compiler.
+
+    In a loop, the addresses and descriptors of blocks are then computed where they are used: kept
+    in registers over the whole loop they would leave too few for the values.
+
+    Args:
+        operands: blocks in shared memory.
+        zeros: what `write_zeros` wrote.
+    """
+    zero = zeros[0]
+    return [operands.at[zero + index] for index in range(operands.shape[0])]
+
+
 def keep(mask: jax.Array, x: jax.Array) -> jax.Array:
     """Zeros where the mask is false: what is there may be infinite."""
     return lax.select(mask, x, jnp.zeros_like(x))
