@@ -16,12 +16,14 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
 # op -> implementations that exist.
 BUILT = {
     "attention_residual": IMPLEMENTATIONS,
+    "attention_residual_block": IMPLEMENTATIONS,
+    "attention_residual_merge": IMPLEMENTATIONS,
     "cross_entropy": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "grouped_apply": ("reference", "xla"),
     "grouped_glu": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "grouped_matmul": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "kda": ("reference", "xla", "mosaic_tpu"),
-    "kda_decode": ("reference", "xla", "mosaic_tpu"),
+    "kda_decode": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_attention": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_decode": ("reference", "xla", "mosaic_tpu"),
     "mxfp4": ("reference", "xla"),

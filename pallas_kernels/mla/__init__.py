@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.mla import mosaic_tpu, reference, xla
+from pallas_kernels.mla import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.mla.decode import mla_decode
 from pallas_kernels.mla.options import AttentionOptions
 
@@ -15,6 +15,7 @@ _FORMS = {
     "reference": reference.mla_attention,
     "xla": xla.mla_attention,
     "mosaic_tpu": mosaic_tpu.mla_attention,
+    "mosaic_gpu": mosaic_gpu.mla_attention,
 }
 
 
@@ -101,7 +102,10 @@ def mla_attention(
     output_dtype = jnp.dtype(q.dtype if output_dtype is None else output_dtype)
     if not jnp.issubdtype(output_dtype, jnp.floating):
         raise TypeError(f"{op}: output_dtype={output_dtype} is not a float type")
-    limits = {"mosaic_tpu": lambda: mosaic_tpu.unsupported(q, k, v, output_dtype)}
+    limits = {
+        "mosaic_tpu": lambda: mosaic_tpu.unsupported(q, k, v, output_dtype),
+        "mosaic_gpu": lambda: mosaic_gpu.unsupported(q, k, v, output_dtype),
+    }
     form = _FORMS[choose_implementation(op, implementation, limits)]
     options = AttentionOptions(
         scale=float(scale), causal=causal, output_dtype=output_dtype, return_max=return_max

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mla.options import AttentionOptions
+from pallas_kernels.mla.options import AttentionOptions, tile_ranges
 from pallas_kernels.tiles import choose_tiles
 
 LANES = 128
@@ -211,20 +211,17 @@ class Passage:
 
     def ranges(self, ids, offset: jax.Array) -> jax.Array:
         """Return int32 [2, B * held tiles]: first tile of the other side, and one past the last."""
-        plan, (num_q, num_k) = self.plan, (self.num_q, self.num_k)
-        q_tiles, k_tiles = self._side(False)[1], self._side(True)[1]
-        ends = keys_end(plan, offset[:, None], jnp.arange(q_tiles) * num_q, num_q)
-        ends = jnp.broadcast_to(ends, (plan.batch, q_tiles))
-        meet = jnp.arange(0, k_tiles * num_k, num_k) < ends[:, :, None]
-        if ids is not None:
-            (q_low, q_high), (k_low, k_high) = _id_range(ids[0], num_q), _id_range(ids[1], num_k)
-            meet &= (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
-        if not self.over_keys:
-            meet = jnp.swapaxes(meet, 1, 2)
-        first = jnp.argmax(meet, axis=2)
-        stop = meet.shape[2] - jnp.argmax(meet[:, :, ::-1], axis=2)
-        stop = jnp.where(jnp.any(meet, axis=2), stop, first)
-        return jnp.stack([first.reshape(-1), stop.reshape(-1)]).astype(jnp.int32)
+        plan = self.plan
+        return tile_ranges(
+            plan.options.causal,
+            ids,
+            offset,
+            plan.num_queries,
+            plan.num_keys,
+            num_q=self.num_q,
+            num_k=self.num_k,
+            over_keys=self.over_keys,
+        )
 
     def pad_ids(self, ids):
         """Ids of queries and keys as rows [B, 1, tokens], tokens filled to tiles with padding."""
@@ -233,14 +230,6 @@ class Passage:
             return jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile)))[:, None]
 
         return None if ids is None else (pad(ids[0], self.num_q), pad(ids[1], self.num_k))
-
-
-def _id_range(ids: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and largest non-zero id of each tile; an empty range where none is."""
-    ids = ids.reshape(ids.shape[0], -1, tokens)
-    bounds = jnp.iinfo(ids.dtype)
-    low = jnp.min(jnp.where(ids == 0, bounds.max, ids), axis=2)
-    return low, jnp.max(jnp.where(ids == 0, bounds.min, ids), axis=2)
 
 
 def passage(plan: Plan, kernel: str, over_keys: bool) -> Passage:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import align_varying
-from pallas_kernels.mla.options import AttentionOptions, query_limits
+from pallas_kernels.mla.options import AttentionOptions, id_ranges, query_limits
 
 
 def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -117,22 +117,14 @@ def _tiled(q, k, v, ids, q_limits) -> _Tiled:
     tile_limits = jnp.max(q_limits.reshape(q.shape[0], -1, num_q), axis=2)
     meet = jnp.arange(0, k.shape[2], num_k) <= tile_limits[:, :, None]
     if ids is not None:
-        q_low, q_high = _id_range(q_ids, num_q)
-        k_low, k_high = _id_range(k_ids, num_k)
+        q_low, q_high = id_ranges(q_ids, num_q)
+        k_low, k_high = id_ranges(k_ids, num_k)
         meet &= (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
     meet = jnp.any(meet, axis=0)
     first_tile = jnp.argmax(meet, axis=1)
     last_tile = meet.shape[1] - jnp.argmax(meet[:, ::-1], axis=1)
     last_tile = jnp.where(jnp.any(meet, axis=1), last_tile, first_tile)
     return _Tiled(q, k, v, q_ids, k_ids, q_limits, num_q, num_k, first_tile, last_tile)
-
-
-def _id_range(ids: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and largest non-zero id of each tile; an empty range where none is."""
-    ids = ids.reshape(ids.shape[0], -1, tokens)
-    bounds = jnp.iinfo(ids.dtype)
-    low = jnp.min(jnp.where(ids == 0, bounds.max, ids), axis=2)
-    return low, jnp.max(jnp.where(ids == 0, bounds.min, ids), axis=2)
 
 
 def _slice(x: jax.Array, index: Any, tokens: int, axis: int) -> jax.Array:
