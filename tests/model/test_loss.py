@@ -8,6 +8,7 @@ import pytest
 import k3jax
 from k3jax.errors import UserError
 from k3jax.media import Media
+from k3jax.model import abstract_model
 from tests.small_configs import pattern_config, quick_jit, random_tokens, randomized, two_layers
 from tests.tolerances import assert_close
 
@@ -71,10 +72,21 @@ def test_one_token_has_no_target(model):
     assert int(metrics["num_targets"]) == 0
 
 
-def test_wrong_id_makes_the_loss_nan(model, loss_of):
-    tokens = random_tokens(model.cfg, 2, 8).at[0, 3].set(40)
+@pytest.mark.parametrize(("place", "wrong"), [((0, 3), 40), ((1, 7), -3)])
+def test_wrong_id_makes_the_loss_nan(model, loss_of, place, wrong):
+    tokens = random_tokens(model.cfg, 2, 8).at[place].set(wrong)
     (loss, _), _ = loss_of(model, tokens, IDS)
     assert np.isnan(loss)
+
+
+def test_gradients_are_found_without_all_logits_in_memory():
+    cfg = pattern_config("K", block=1, vocab_size=1 << 16)
+    model = abstract_model(cfg)
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    gradient = jax.jit(jax.value_and_grad(k3jax.next_token_loss, has_aux=True))
+    memory = gradient.lower(model, tokens).compile().memory_analysis()
+    logits = 2 * 128 * cfg.vocab_size * 4
+    assert memory.temp_size_in_bytes < logits, (memory.temp_size_in_bytes, logits)
 
 
 def test_model_without_experts_has_no_statistics():
