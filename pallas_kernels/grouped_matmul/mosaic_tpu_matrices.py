@@ -35,7 +35,7 @@ class MatrixTiles:
 
     rows: int = 512
     part: int = 128
-    height: int = 256
+    height: int = 896
     block: int = 1792
     sum_bytes: int = 12 << 20
 
