@@ -186,10 +186,6 @@ def test_visits_cover_every_row_once(shape):
 
 
 QUICK = ("gate and up bf16 forward+backward", "down MXFP4 forward")
-    "gate and up bf16 forward+backward",
-    "down MXFP4 forward",
-    "64 rows up MXFP4 x MXFP8 forward",
-)
 
 
 @pytest.mark.parametrize(
