@@ -23,6 +23,7 @@ _PUBLIC = {
     "MediaConfig": "k3jax.media",
     "Video": "k3jax.media",
     "process_media": "k3jax.media",
+    "explain_kernels": "k3jax.ops",
     "prefill": "k3jax.infer",
     "decode_step": "k3jax.infer",
     "generate": "k3jax.infer",

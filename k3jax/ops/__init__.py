@@ -10,6 +10,7 @@ from k3jax.ops.elementwise import (
     swiglu,
 )
 from k3jax.ops.experts import gather_scores, routed_experts, select_experts
+from k3jax.ops.explain import explain_kernels
 from k3jax.ops.kda import delta_attention, delta_attention_step, short_conv
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.mla import latent_attention, latent_attention_step
@@ -39,6 +40,7 @@ __all__ = [
     "dense",
     "depth_mix",
     "embed",
+    "explain_kernels",
     "frame_embedding",
     "gated_rms_norm",
     "gather_scores",

@@ -108,6 +108,7 @@ def _see_through(run, config, data, console, watch, *, described: dict | None = 
             watch.enter("compilation")
             console.print("compiling the training step ...")
             trainer.compile()
+            run.record_kernels()
             watch.enter("training")
             trainer.fit()
         _finish(trainer, console, watch)

@@ -130,6 +130,12 @@ class RunDirectory:
         temporary.write_text(json.dumps(described, indent=2) + "\n")
         os.replace(temporary, self.config_file)
 
+    def record_kernels(self) -> None:
+        """Add to config.json which implementation of each kernel this process chose, and why."""
+        from k3jax.ops import explain_kernels  # with jax, which reading a run does not need
+
+        self.write_config(self.read_config() | {"kernels": explain_kernels().records()})
+
     def train_config(self) -> TrainConfig:
         """The configuration the run was started with, changes on resume included."""
         try:

@@ -61,6 +61,9 @@ def test_run_directory_is_complete(finished):
     assert described["model"] == json.loads(Path(config.model).read_text())
     assert described["train"]["optimizer"]["peak_lr"] == config.optimizer.peak_lr
     assert {"python", "packages", "commit", "devices"} <= set(described["environment"])
+    chosen = {(kernel["op"], kernel["implementation"]) for kernel in described["kernels"]}
+    assert ("cross_entropy", "xla") in chosen
+    assert all(kernel["reason"] for kernel in described["kernels"])
     assert {p.stem for p in (path / "plots").iterdir()} == PICTURES
     assert stored_steps(path / "checkpoints") == [2, 4, 6]
     page = (path / "report.html").read_text()
