@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.debug import check_values
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.grouped_matmul.activations import SituGLU, SwiGLU
@@ -55,7 +55,8 @@ def grouped_matmul(
             which stands for its dequantised numbers and gets no gradient.
         weights: one matrix per group [E, K, N]; an `MXFP4` stack is multiplied as stored and
             gets no gradient.
-        group_sizes: int [E] with a sum of at most M.
+        group_sizes: int [E] with a sum of at most M; checked where it is concrete, and in
+            `pallas_kernels.debug.debug_checks` everywhere.
         implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
@@ -210,11 +211,17 @@ def _check_groups(op: str, x, num_groups: int, group_sizes: jax.Array) -> None:
     require_integer(op, group_sizes=group_sizes)
     if num_groups == 0:
         raise ValueError(f"{op}: there are no groups; at least one is needed")
-    if not isinstance(group_sizes, jax.core.Tracer):
-        sizes, rows = np.asarray(group_sizes), x.shape[0]  # numpy: also concrete under jit
-        total = int(sizes.sum())
-        if total > rows or int(sizes.min()) < 0:
-            raise ValueError(
-                f"{op}: group_sizes {sizes.tolist()} sum to {total}; they must not be "
-                f"negative nor sum to more than the {rows} rows of x"
-            )
+    num_rows = x.shape[0]
+
+    def summarise(numbers, sizes):
+        return numbers.sum(sizes), numbers.min(sizes), sizes
+
+    def problem(total, smallest, sizes) -> str | None:
+        if total <= num_rows and smallest >= 0:
+            return None
+        return (
+            f"{op}: group_sizes {sizes.tolist()} sum to {total}; they must not be negative nor sum "
+            f"to more than the {num_rows} rows of x"
+        )
+
+    check_values(summarise, problem, group_sizes)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_apply, grouped_matmul
+from pallas_kernels.debug import debug_checks
 from pallas_kernels.grouped_matmul import xla
 from tests.pallas_kernels.compare import (
     DATA,
@@ -145,3 +146,13 @@ def test_grouped_matmul_refuses_bad_input():
         grouped_apply(expert, x, [weights, weights[:1]], sizes)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu'"):
         grouped_matmul(x, weights, sizes, implementation="mosaic_gpu")
+
+
+def test_traced_group_sizes_are_checked_in_debug_mode():
+    x, weights = jnp.zeros((6, 3)), jnp.zeros((2, 3, 4))
+    with debug_checks():
+        run = jax.jit(lambda sizes: grouped_matmul(x, weights, sizes))
+        assert run(jnp.array([4, 2])).shape == (6, 4)
+        with pytest.raises(Exception, match=r"group_sizes \[4, 3\] sum to 7; .* the 6 rows of x"):
+            jax.block_until_ready(run(jnp.array([4, 3])))
+            jax.effects_barrier()
