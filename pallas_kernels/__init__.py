@@ -9,7 +9,12 @@ The folder of an op bears the name of its function. All folders are loaded here,
 `from pallas_kernels.short_conv import xla`.
 """
 
-from pallas_kernels.attention_residual import attention_residual
+from pallas_kernels.attention_residual import (
+    DepthPartial,
+    attention_residual,
+    attention_residual_block,
+    attention_residual_merge,
+)
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.debug import debug_checks
 from pallas_kernels.dispatch import Choice, choices_made
@@ -39,11 +44,14 @@ __all__ = [
     "MXFP4",
     "MXFP8",
     "Choice",
+    "DepthPartial",
     "KDAConv",
     "KDAGate",
     "SituGLU",
     "SwiGLU",
     "attention_residual",
+    "attention_residual_block",
+    "attention_residual_merge",
     "choices_made",
     "compose_transitions",
     "cross_entropy",

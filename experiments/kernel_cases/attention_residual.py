@@ -98,9 +98,72 @@ def _cases(size, shape, dtype):
     ]
 
 
+# --- two phases ----------------------------------------------------------------------------------
+
+_K3_BLOCK = (8, 1, 1024, 7168)  # tokens of a prefill step or of a pipeline's micro-batch
+_QUERIES = 24  # two mixtures in each of the 12 layers that share a bank
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _phase_arrays(shape, num_queries, dtype):
+    bank, current, query, _ = _arrays(shape, dtype)
+    queries = query * jnp.linspace(-1, 1, num_queries)[:, None]
+    weighted = jnp.broadcast_to(bank[0].astype(jnp.float32), (num_queries, *shape[1:]))
+    return bank, queries, weighted, current
+
+
+def _block(implementation):
+    def run(bank, queries, weighted, current):
+        del weighted, current
+        return pallas_kernels.attention_residual_block(
+            bank, queries, bank.shape[0], eps=1e-5, implementation=implementation
+        )
+
+    return run
+
+
+def _merge(implementation):
+    def run(bank, queries, weighted, current):
+        del bank
+        ones = jnp.ones(weighted.shape[:-1])
+        return pallas_kernels.attention_residual_merge(
+            pallas_kernels.DepthPartial(weighted, ones, ones),
+            current, queries[1], index=1, eps=1e-5, implementation=implementation,
+        )  # fmt: skip
+
+    return run
+
+
+def _phase_cases(size, shape, num_queries, dtype):
+    make_inputs = functools.partial(_phase_arrays, shape, num_queries, dtype)
+    elements, item = shape[1] * shape[2] * shape[3], jnp.dtype(dtype).itemsize
+    return [
+        KernelCase(
+            op="attention_residual_block",
+            name=f"{num_queries} queries",
+            size=size,
+            make_inputs=make_inputs,
+            function=_block,
+            flops=(2 + 4 * num_queries) * shape[0] * elements,
+            bytes=(shape[0] * item + 4 * num_queries) * elements,
+        ),
+        KernelCase(
+            op="attention_residual_merge",
+            name="one query",
+            size=size,
+            make_inputs=make_inputs,
+            function=_merge,
+            flops=7 * elements,
+            bytes=(2 * item + 4) * elements,
+        ),
+    ]
+
+
 CASES = [
     *_cases("k3", _K3, jnp.bfloat16),
     *_cases("k3", _K3, jnp.float32),
     *_cases("small", _SMALL, jnp.bfloat16),
     *_cases("small", _SMALL, jnp.float32),
+    *_phase_cases("k3", _K3_BLOCK, _QUERIES, jnp.bfloat16),
+    *_phase_cases("small", _SMALL, 3, jnp.float32),
 ]

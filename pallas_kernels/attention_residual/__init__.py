@@ -1,11 +1,23 @@
 """The mixture over depth of Block Attention Residuals."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.attention_residual import mosaic_gpu, mosaic_tpu, reference, xla
+from pallas_kernels.attention_residual.rows import checked_count
+from pallas_kernels.attention_residual.two_phase import (
+    DepthPartial,
+    attention_residual_block,
+    attention_residual_merge,
+)
 from pallas_kernels.checks import require_floating, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
+
+__all__ = [
+    "DepthPartial",
+    "attention_residual",
+    "attention_residual_block",
+    "attention_residual_merge",
+]
 
 _FORMS = {
     "reference": reference.attention_residual,
@@ -40,7 +52,7 @@ def attention_residual(
         query: norm weight times projection weight [D].
         count: number of entries that exist, an int (entries past it cost nothing) or int32 [].
         eps: added to the mean square.
-        implementation: None, "reference" or "xla".
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
         mixed [B, T, D] in current.dtype (float32 inside, one rounding at the end), and the
@@ -49,7 +61,8 @@ def attention_residual(
     Raises:
         ValueError: shapes disagree, count is out of range, or the implementation is unknown.
         TypeError: an array is not floating point, or count is not an integer.
-        NotImplementedError: the implementation is known but not built.
+        NotImplementedError: the named kernel does not take these arguments (D a multiple of 128,
+            at most 31 entries, both float32 or both bfloat16) or this device.
     """
     require_rank("attention_residual", "B T D", current=current)
     require_rank("attention_residual", "N B T D", bank=bank)
@@ -58,15 +71,7 @@ def attention_residual(
         "attention_residual", (bank.shape[0], *current.shape), "(N, shape of current)", bank=bank
     )
     require_shape("attention_residual", current.shape[-1:], "(D of current)", query=query)
-    if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.ndim(count) != 0:
-        raise TypeError(f"attention_residual: count={count} must be an int or an int32 scalar")
-    if not isinstance(count, jax.core.Tracer):
-        count = int(count)
-        if not 0 <= count <= bank.shape[0]:
-            raise ValueError(
-                f"attention_residual: count={count} is outside 0..{bank.shape[0]}, "
-                "the entries of the bank"
-            )
+    count = checked_count("attention_residual", count, bank.shape[0])
     limits = {
         "mosaic_tpu": lambda: mosaic_tpu.unsupported(bank, current),
         "mosaic_gpu": lambda: mosaic_gpu.unsupported(bank, current),

@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_residual.rows import LANES, SLOTS, differentiable, unsupported
 from pallas_kernels.tiles import choose_tiles
 
-
 __all__ = ["GPUTiles", "attention_residual", "unsupported"]
 
 
@@ -56,9 +55,7 @@ def _forward(bank, current, query, count, eps):
 
             @pl.when((step < num_steps) & (entry == 0))
             def _():
-                plgpu.copy_gmem_to_smem(
-                    current_ref.at[token], rows_ref.at[slot], arrived.at[slot]
-                )
+                plgpu.copy_gmem_to_smem(current_ref.at[token], rows_ref.at[slot], arrived.at[slot])
 
             @pl.when((step < num_steps) & (entry > 0))
             def _():
@@ -98,9 +95,7 @@ def _forward(bank, current, query, count, eps):
             mixed_row[...] = (mixed * (1 / total)).astype(mixed_row.dtype)
             exists = (lane < per_token - 1) | (lane == num_entries)
             probabilities = jnp.exp(jnp.where(exists, statistics, maximum) - maximum) / total
-            statistics = jnp.where(
-                lane < SLOTS, jnp.where(exists, probabilities, 0), statistics
-            )
+            statistics = jnp.where(lane < SLOTS, jnp.where(exists, probabilities, 0), statistics)
             statistics_row[...] = statistics
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mixed_row, mixed_ref.at[first + token])
@@ -140,7 +135,7 @@ def _forward(bank, current, query, count, eps):
 
 # --- backward ------------------------------------------------------------------------------------
 
-_SHARED_BYTES = 220 * 1024  # of the 227 KiB of a block of threads; the rest is for sums and barriers
+_SHARED_BYTES = 220 * 1024  # of 227 KiB per block of threads; sums and barriers take some
 
 
 def _ring(num_rows: int, row_bytes: int, other_bytes: int) -> tuple[bool, int]:

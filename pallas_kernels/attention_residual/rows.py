@@ -17,19 +17,40 @@ LANES = 128
 SLOTS = 32  # rows that a group of statistics has room for
 
 
+def unsupported_row(row: jax.Array) -> str | None:
+    """Why the kernels do not take rows [.., D] like these, or None."""
+    if row.shape[-1] % LANES:
+        return f"D={row.shape[-1]} is not a multiple of {LANES}"
+    if row.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"rows have dtype {row.dtype}; float32 and bfloat16 are supported"
+    return None
+
+
 def unsupported(bank: jax.Array, current: jax.Array) -> str | None:
     """Why the kernels do not take these arguments, or None."""
-    num_entries, width = bank.shape[0], current.shape[-1]
-    if width % LANES:
-        return f"D={width} is not a multiple of {LANES}"
-    if num_entries >= SLOTS:
-        return f"bank has {num_entries} entries; at most {SLOTS - 1} are supported"
-    if current.dtype not in (jnp.float32, jnp.bfloat16) or bank.dtype != current.dtype:
-        return (
-            f"bank has dtype {bank.dtype} and current {current.dtype}; both must be float32 or "
-            "both bfloat16"
-        )
-    return None
+    if bank.dtype != current.dtype:
+        return f"bank has dtype {bank.dtype} and current {current.dtype}; they must be the same"
+    if bank.shape[0] >= SLOTS:
+        return f"bank has {bank.shape[0]} entries; at most {SLOTS - 1} are supported"
+    return unsupported_row(current)
+
+
+def checked_count(op: str, count: int | jax.Array, num_entries: int) -> int | jax.Array:
+    """Return count, as an int where it is known.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is known and out of range.
+    """
+    if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.ndim(count) != 0:
+        raise TypeError(f"{op}: count={count} must be an int or an int32 scalar")
+    if not isinstance(count, jax.core.Tracer):
+        count = int(count)
+        if not 0 <= count <= num_entries:
+            raise ValueError(
+                f"{op}: count={count} is outside 0..{num_entries}, the entries of the bank"
+            )
+    return count
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:

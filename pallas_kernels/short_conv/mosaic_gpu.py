@@ -1,4 +1,4 @@
-"""The short convolution on Hopper GPUs: a walk over the tokens of a tile with the window in registers.
+"""The short convolution on Hopper GPUs: a walk over tokens with the window in registers.
 
 A block of threads copies some tokens of some heads into shared memory, goes over them in the order
 of time, and copies the results, which take the place of the inputs, back. It knows the W-1 inputs
@@ -187,7 +187,10 @@ def _backward(x, weight, kinds, initial_state, d_output):
         row, head, number = (lax.axis_index(name) for name in ("row", "head", "tile"))
         start = jnp.minimum(number * tokens, length - tokens)
         own_heads = pl.ds(head * heads, heads)
-        place, around = (row, pl.ds(start, tokens), own_heads), (row, number, slice(None), own_heads)
+        place, around = (
+            (row, pl.ds(start, tokens), own_heads),
+            (row, number, slice(None), own_heads),
+        )
         for source, target in (
             (x_ref.at[place], tile.at[pl.ds(0, tokens)]),
             (before_ref.at[around], tile.at[pl.ds(tokens, num)]),
@@ -207,7 +210,7 @@ def _backward(x, weight, kinds, initial_state, d_output):
             return d_output * gate * (1 + total * (1 - gate))
 
         def complete(d_total, position, recent, positions):
-            """Add a token, or none (d_total 0), after the last ones; write the oldest's gradient."""
+            """Add a token, or none (d_total 0), after the last; write the gradient of the first."""
             d_totals = [*recent, d_total]
             tile[positions[0]] = _weighted(weight[::-1], d_totals).astype(tile.dtype)
             return d_totals[1:], [*positions[1:], jnp.int32(position)]
@@ -269,9 +272,7 @@ def _backward(x, weight, kinds, initial_state, d_output):
 
         @pl.when(number == 0)
         def _():
-            plgpu.copy_smem_to_gmem(
-                tile.at[pl.ds(tokens, num)], d_state_ref.at[row, :, own_heads]
-            )
+            plgpu.copy_smem_to_gmem(tile.at[pl.ds(tokens, num)], d_state_ref.at[row, :, own_heads])
 
         plgpu.wait_smem_to_gmem(0)
 

@@ -176,7 +176,7 @@ def _sizes(x, tokens: int, heads: int):
 
 
 def _fetches(grid) -> int:
-    """How often a block [.., heads, K] that does not depend on batch and token is fetched, / grid[1]."""
+    """How often an array [.., H, K] without batch and tokens is fetched; what stays is not."""
     return grid[0] if grid[1] > 1 else 1
 
 
@@ -195,9 +195,7 @@ def _forward(x, weight, kinds, initial_state):
         specs.append(_kinds_spec(tokens, lambda i: i))
     if initial_state is not None:
         operands.append(initial_state)
-        specs.append(
-            pl.BlockSpec((1, taps - 1, heads, width), lambda b, h, i: (b, 0, h, 0))
-        )
+        specs.append(pl.BlockSpec((1, taps - 1, heads, width), lambda b, h, i: (b, 0, h, 0)))
     size, token_bytes = x.dtype.itemsize, num_heads * width
     bytes_accessed = (
         2 * x.size * size
@@ -223,9 +221,7 @@ def _forward(x, weight, kinds, initial_state):
 
 
 def _kinds_spec(tokens: int, tile):
-    return pl.BlockSpec(
-        (1, 1, tokens), lambda b, h, i: (b, 0, tile(i)), memory_space=pltpu.SMEM
-    )
+    return pl.BlockSpec((1, 1, tokens), lambda b, h, i: (b, 0, tile(i)), memory_space=pltpu.SMEM)
 
 
 # --- backward ------------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def assert_kernel_as_definition(mode, function, operands, cotangents, *, spoil=N
     with interpreted(mode):
         actual = values_and_gradients(lambda *arrays: function(kernel, *arrays), *given)
     with jax.enable_x64(True):
-        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (operands, cotangents))
+        exact = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x, np.float64)), (operands, cotangents)
+        )
         expected = values_and_gradients(lambda *arrays: function("reference", *arrays), *exact)
     for n, (one, two) in enumerate(zip(actual, expected, strict=True)):
         # Results in float32 are as exact where the rows they come from are bfloat16.

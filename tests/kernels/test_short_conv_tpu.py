@@ -70,7 +70,9 @@ def test_traffic_is_as_estimated(ids):
     assert [call.bytes for call in calls] == [c.cost_estimate.bytes_accessed for c in calls]
     # Beside x, its output and the gradients: weights, windows, kinds of tokens, sums.
     for call, arrays in zip(calls, (2, 3), strict=True):
-        assert arrays * x.nbytes < call.bytes < 1.1 * arrays * x.nbytes + 2 * 4 * TAPS * 16 * 128 * 4
+        assert (
+            arrays * x.nbytes < call.bytes < 1.1 * arrays * x.nbytes + 2 * 4 * TAPS * 16 * 128 * 4
+        )
 
 
 def test_unsupported_operands_are_refused_or_left_to_xla():
