@@ -1,8 +1,9 @@
-"""Grouped products on Hopper GPUs: one kernel for rows times matrices, one for matrix gradients.
+"""Grouped products on Hopper GPUs: rows times matrices, plain or packed, and matrix gradients.
 
 bfloat16 operands are multiplied by wgmma with float32 accumulators in registers. float32 operands
 are sums of three bfloat16 parts, of whose nine products the six largest are added up; what they
-leave out is below the rounding of float32.
+leave out is below the rounding of float32. MXFP4 matrices are decoded block by block in shared
+memory; MXFP8 rows are written out as bfloat16 before the kernel.
 """
 
 import functools
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.checks import align_varying
 from pallas_kernels.grouped_matmul.activations import gradients_of
 from pallas_kernels.grouped_matmul.mosaic_gpu_matrices import multiply_groups
+from pallas_kernels.grouped_matmul.mosaic_gpu_packed import multiply_packed
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import RowProducts, multiply_rows
 from pallas_kernels.mxfp4 import MXFP4
 from pallas_kernels.mxfp8 import MXFP8
@@ -20,11 +22,12 @@ from pallas_kernels.mxfp8 import MXFP8
 
 def unsupported(x: jax.Array | MXFP8, *weights: jax.Array | MXFP4) -> str | None:
     """Why the kernels do not take these arguments, or None; any K and N are supported."""
-    if isinstance(weights[0], MXFP4):
-        return "weights are MXFP4; float32 and bfloat16 are supported"
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
+    is_packed = isinstance(weights[0], MXFP4)
+    if not isinstance(x, MXFP8) and x.dtype not in (jnp.float32, jnp.bfloat16):
         return f"x has dtype {x.dtype}; float32 and bfloat16 are supported"
-    for matrices in weights:
+    if is_packed and not isinstance(x, MXFP8) and x.dtype != jnp.bfloat16:
+        return f"x has dtype {x.dtype}; with MXFP4 weights bfloat16 and MXFP8 are supported"
+    for matrices in () if is_packed else weights:
         if matrices.dtype != x.dtype:
             return f"weights have dtype {matrices.dtype} and x {x.dtype}; they must be equal"
     if 0 in x.shape or 0 in weights[0].shape:
@@ -34,19 +37,24 @@ def unsupported(x: jax.Array | MXFP8, *weights: jax.Array | MXFP4) -> str | None
 
 def grouped_matmul(x, weights, group_sizes: jax.Array) -> jax.Array:
     """See `pallas_kernels.grouped_matmul`."""
-    leaves, structure = jax.tree.flatten((x, weights, group_sizes))
+    leaves, structure = jax.tree.flatten((_unpacked(x), weights, group_sizes))
     return _product(*jax.tree.unflatten(structure, align_varying(*leaves)))
 
 
 def grouped_glu(x, gate, up, group_sizes: jax.Array, activation) -> jax.Array:
     """See `pallas_kernels.grouped_matmul.grouped_glu`."""
-    leaves, structure = jax.tree.flatten((x, gate, up, group_sizes))
+    leaves, structure = jax.tree.flatten((_unpacked(x), gate, up, group_sizes))
     x, gate, up, group_sizes = jax.tree.unflatten(structure, align_varying(*leaves))
     if x.dtype == jnp.float32:
         a, b = (_product(x, matrices, group_sizes) for matrices in (gate, up))
         belongs = jnp.arange(x.shape[0])[:, None] < group_sizes.sum()
         return jnp.where(belongs, activation(a, b), 0)
     return _gated(activation, x, gate, up, group_sizes)
+
+
+def _unpacked(x: jax.Array | MXFP8) -> jax.Array:
+    """Rows in bfloat16; those that were MXFP8 are constants to `jax.grad`."""
+    return jax.lax.stop_gradient(x.dequantize(jnp.bfloat16)) if isinstance(x, MXFP8) else x
 
 
 def _plain(sums, extras):
@@ -79,7 +87,7 @@ def _gated(activation, x, gate, up, group_sizes):
         transposed=False,
         epilogue=lambda sums, extras: [activation(*sums)],
     )
-    return multiply_rows(products, (x,), (gate, up), (), group_sizes, x.dtype)[0]
+    return _compute(products, (x,), (gate, up), (), group_sizes)[0]
 
 
 def _gated_forward(activation, x, gate, up, group_sizes):
@@ -97,7 +105,7 @@ def _gated_backward(activation, operands, d_output):
         epilogue=lambda sums, extras: gradients(*sums, *extras),
         num_outputs=2,
     )
-    d_a, d_b = multiply_rows(products, (x,), (gate, up), (d_output,), group_sizes, x.dtype)
+    d_a, d_b = _compute(products, (x,), (gate, up), (d_output,), group_sizes)
     d_x = _multiply("grouped_gradient", (d_a, d_b), (gate, up), group_sizes, transposed=True)
     d_gate = _gradient_of(gate, x, d_a, group_sizes)
     d_up = _gradient_of(up, x, d_b, group_sizes)
@@ -120,11 +128,19 @@ def _multiply(name: str, rows, matrices, group_sizes, *, transposed: bool) -> ja
     products = RowProducts(
         name=name, operand_of=operand_of, transposed=transposed, epilogue=_plain, summed=True
     )
-    return multiply_rows(products, tuple(rows), tuple(matrices), (), group_sizes, dtype)[0]
+    return _compute(products, tuple(rows), tuple(matrices), (), group_sizes, dtype)[0]
 
 
-def _gradient_of(weights, x, d_products, group_sizes) -> jax.Array:
-    """The gradient of matrices that were multiplied with x."""
+def _compute(products: RowProducts, rows, matrices, extras, group_sizes, dtype=jnp.bfloat16):
+    if isinstance(matrices[0], MXFP4):
+        return multiply_packed(products, rows, matrices, extras, group_sizes)
+    return multiply_rows(products, rows, matrices, extras, group_sizes, dtype)
+
+
+def _gradient_of(weights, x, d_products, group_sizes) -> jax.Array | None:
+    """The gradient of matrices that were multiplied with x; packed ones have none."""
+    if isinstance(weights, MXFP4):
+        return None
     if x.dtype == jnp.float32:
         x, d_products = _parts(x), _parts(d_products)
         return sum(

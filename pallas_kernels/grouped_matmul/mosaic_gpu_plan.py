@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.interpret import interpreted_platform
+
 # Bytes of shared memory of a block on Hopper, less those of barriers and reductions.
 SHARED_BYTES = 227 * 1024 - 4096
 
@@ -178,12 +180,13 @@ def multiply_steps(ring: Ring, first_step: jax.Array, num_steps: jax.Array, prod
 
     Args:
         ring: of the buffers.
-        first_step, num_steps: which steps.
-        products: (step of this call, slot) -> issues the products of one buffer.
+        first_step: counted from the beginning of the kernel.
+        num_steps: how many.
+        products: (step, slot) -> issues the products of one buffer.
     """
 
     def step(i):
-        products(i, ring.wait_full(first_step + i))
+        products(first_step + i, ring.wait_full(first_step + i))
         plgpu.wgmma_wait(1)
 
         @pl.when(i > 0)
@@ -196,3 +199,43 @@ def multiply_steps(ring: Ring, first_step: jax.Array, num_steps: jax.Array, prod
     @pl.when(num_steps > 0)
     def _():
         ring.release(first_step + num_steps - 1)
+
+
+# How bytes lie in registers so that 16-bit numbers made of them can be stored for wgmma.
+_BYTES = plgpu.Layout.WGMMA_UPCAST_2X
+
+
+def _knows_layouts() -> bool:
+    """Whether loads with a layout can be traced here: not by the interpreter of jax 0.10."""
+    return interpreted_platform() is None or hasattr(plgpu, "store")
+
+
+def load_tiled(ref) -> jax.Array:
+    """Load bytes [R, C] from shared memory."""
+    if not _knows_layouts():
+        return ref[...]
+    if hasattr(plgpu, "store"):
+        return plgpu.load(ref, layout=_BYTES, optimized=False)
+    return plgpu.load(ref, (), layout=_BYTES, optimized=False)
+
+
+def load_vector(ref) -> jax.Array:
+    """Load bytes [R], one for each row of what `load_tiled` returns."""
+    if not _knows_layouts():
+        return ref[...]
+    if hasattr(plgpu, "store"):
+        return plgpu.load(ref, layout=_BYTES.reduce(1), optimized=False)
+    return plgpu.load(ref, (), layout=_BYTES.reduce(1), optimized=False)
+
+
+def column_numbers(shape: tuple[int, int]) -> jax.Array:
+    """The column of each element of what `load_tiled` returns, int32."""
+    if not _knows_layouts():
+        return lax.broadcasted_iota(jnp.int32, shape, 1)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_BYTES)
+
+
+def across_columns(vector: jax.Array, num_columns: int) -> jax.Array:
+    """[R] -> [R, C], as `load_tiled` returns."""
+    matrix = lax.broadcast_in_dim(vector, (*vector.shape, num_columns), (0,))
+    return plgpu.layout_cast(matrix, _BYTES) if _knows_layouts() else matrix

@@ -11,25 +11,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_matmul.mosaic_gpu_body import RowBody
 from pallas_kernels.grouped_matmul.mosaic_gpu_plan import (
     CONSUMERS,
     DEPTH,
     SHARED_BYTES,
-    Ring,
     fitting_width,
     kernel,
-    loop,
     matrix_in_smem,
-    multiply_steps,
     pad_to,
     plan_rows,
     round_up,
-    share_of_block,
-    store_untiled,
 )
 from pallas_kernels.tiles import choose_tiles
 
@@ -123,20 +118,17 @@ def multiply_rows(
     sizes = padded_columns, padded_width
     sizes = sizes if products.transposed else sizes[::-1]
     matrices = tuple(pad_to(w, d1=sizes[0], d2=sizes[1]) for w in matrices)
-    call = _Call(
+    call = RowCall(
         products, tiles, padded_rows, padded_width, padded_columns, num_groups, jnp.dtype(dtype),
-        len(rows), len(extras),
+        len(extras),
     )  # fmt: skip
-    plan = plan_rows(group_sizes, padded_rows, tiles.rows)
-    results = call.kernel()(
-        plan.groups, plan.starts, plan.firsts, plan.lasts, plan.num_tiles, *rows, *matrices, *extras
-    )
+    results = call.run(group_sizes, rows, matrices, extras)
     return tuple(result[:num_rows, :num_columns] for result in results)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """One kernel for arrays of given sizes."""
+class RowCall:
+    """One kernel for arrays of given sizes, padded to multiples of the tiles."""
 
     products: RowProducts
     tiles: RowTiles
@@ -145,8 +137,13 @@ class _Call:
     num_columns: int
     num_groups: int
     dtype: jnp.dtype
-    num_operands: int
-    num_extras: int
+    num_extras: int = 0
+
+    # Warpgroups that decode matrices, registers of a thread that loads, multiplies, decodes, and
+    # shared memory of decoded blocks.
+    num_decoders = 0
+    registers = (40, 232, 0)
+    decoded_bytes = 0
 
     @property
     def num_matrices(self) -> int:
@@ -157,10 +154,15 @@ class _Call:
         return 1 if self.products.summed else self.num_matrices
 
     @property
+    def least_columns(self) -> int:
+        """Columns of the smallest tile."""
+        return self.tiles.least_columns
+
+    @property
     def columns(self) -> int:
         """Output columns of a tile."""
         limit = self.tiles.columns // self.num_sums
-        return fitting_width(self.num_columns, limit, self.tiles.least_columns)
+        return fitting_width(self.num_columns, limit, self.least_columns)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -177,216 +179,82 @@ class _Call:
     def steps_per_matrix(self) -> int:
         return self.width // DEPTH
 
-    def kernel(self):
-        """The Pallas call."""
-        rows, columns, chunk = self.tiles.rows, self.columns, self.chunk
-        block = (columns, DEPTH) if self.products.transposed else (DEPTH, columns)
-        part_rows, part_columns = self.part
-        outputs = self.products.num_outputs
-        itemsize = self.dtype.itemsize
-        stored = CONSUMERS * part_rows * chunk * itemsize * outputs
-        extra = self.num_extras * rows * columns * 2
-        slot = (rows + self.num_sums * columns) * DEPTH * 2
-        stages = min(self.tiles.stages, (SHARED_BYTES - 3 * stored - extra) // slot)
-        scratch = {
-            "rows_smem": matrix_in_smem((stages, rows, DEPTH), jnp.bfloat16),
+    @property
+    def copies_per_slot(self) -> int:
+        """Copies that fill the buffers of one step."""
+        return 1 + self.num_sums
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of the buffers of one step."""
+        return (self.tiles.rows + self.num_sums * self.columns) * DEPTH * 2
+
+    def buffers(self, stages: int) -> dict:
+        """Shared memory of the ring."""
+        block = (self.columns, DEPTH) if self.products.transposed else (DEPTH, self.columns)
+        return {
+            "rows_smem": matrix_in_smem((stages, self.tiles.rows, DEPTH), jnp.bfloat16),
             "matrices_smem": [
                 matrix_in_smem((stages, *block), jnp.bfloat16) for _ in range(self.num_sums)
             ],
+        }
+
+    def make_body(self, stages: int, refs, scratch) -> RowBody:
+        """The kernel as it runs on each block."""
+        return RowBody(self, stages, refs, scratch)
+
+    def run(self, group_sizes, rows, matrices, extras) -> tuple[jax.Array, ...]:
+        """Results [M, N] of tuples of arrays."""
+        chunk, (part_rows, part_columns) = self.chunk, self.part
+        outputs = self.products.num_outputs
+        stored = CONSUMERS * part_rows * chunk * self.dtype.itemsize * outputs
+        extra = self.num_extras * self.tiles.rows * self.columns * 2
+        free = SHARED_BYTES - 3 * stored - extra - self.decoded_bytes
+        stages = min(self.tiles.stages, free // self.slot_bytes)
+        if stages < 1:
+            raise ValueError(
+                f"{self.products.name}: {self.tiles} need more than {SHARED_BYTES} bytes of shared "
+                "memory; use fewer rows, columns or a smaller chunk"
+            )
+        scratch = self.buffers(stages) | {
             "extras_smem": [
                 matrix_in_smem((CONSUMERS, part_rows, part_columns), jnp.bfloat16, chunk)
                 for _ in range(self.num_extras)
             ],
             "whole_smem": matrix_in_smem((CONSUMERS, 2, outputs, part_rows, chunk), self.dtype),
             "parted_smem": plgpu.SMEM((CONSUMERS, outputs, part_rows, chunk), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.num_sums, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=self.copies_per_slot, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             "extras_full": plgpu.Barrier(
                 num_arrivals=max(self.num_extras, 1), num_barriers=CONSUMERS
             ),
         }
-        shape = jax.ShapeDtypeStruct((self.num_rows, self.num_columns), self.dtype)
-        flops = 2 * self.num_rows * self.width * self.num_columns * self.num_matrices
-        moved = self.num_operands * self.num_rows * self.width * 2
-        moved += self.num_matrices * self.num_groups * self.width * self.num_columns * 2
-        moved += self.num_rows * self.num_columns * (2 * self.num_extras + itemsize * outputs)
-        return kernel(
-            lambda *refs, **scratch: _Body(self, stages, refs, scratch).run(),
-            cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-            out_type=(shape,) * outputs,
+        plan = plan_rows(group_sizes, self.num_rows, self.tiles.rows)
+        groups = [plan.groups, plan.starts, plan.firsts, plan.lasts, plan.num_tiles]
+        arrays = groups, jax.tree.leaves(rows), jax.tree.leaves(matrices), list(extras)
+        counts = [len(part) for part in arrays] + [outputs]
+
+        def body(*refs, **scratch):
+            refs = list(refs)
+            parts = [[refs.pop(0) for _ in range(count)] for count in counts]
+            self.make_body(stages, parts, scratch).run()
+
+        moved = sum(x.size * x.dtype.itemsize for part in arrays[1:] for x in part)
+        results = kernel(
+            body,
+            cost_estimate=pl.CostEstimate(
+                flops=2 * self.num_rows * self.width * self.num_columns * self.num_matrices,
+                bytes_accessed=moved
+                + outputs * self.num_rows * self.num_columns * self.dtype.itemsize,
+                transcendentals=0,
+            ),
+            out_type=(jax.ShapeDtypeStruct((self.num_rows, self.num_columns), self.dtype),)
+            * outputs,
             scratch_types=scratch,
             grid=(self.tiles.blocks,),
             grid_names=("block",),
-            num_threads=CONSUMERS + 1,
+            num_threads=CONSUMERS + 1 + self.num_decoders,
             thread_name="warpgroup",
             kernel_name=self.products.name,
-        )
-
-
-class _Body:
-    """The kernel as a loop over tiles, for the loading and for the multiplying warpgroups."""
-
-    def __init__(self, call: _Call, num_slots: int, refs, scratch):
-        self.call = call
-        counts = (
-            5,
-            call.num_operands,
-            call.num_matrices,
-            call.num_extras,
-            call.products.num_outputs,
-        )
-        parts, refs = [], list(refs)
-        for count in counts:
-            parts.append(refs[:count])
-            refs = refs[count:]
-        (self.groups, self.starts, self.firsts, self.lasts, self.num_tiles), *arrays = parts
-        self.rows, self.matrices, self.extras, self.outputs = arrays
-        self.smem = scratch
-        self.ring = Ring(num_slots, scratch["full"], scratch["empty"])
-        self.warpgroup = lax.axis_index("warpgroup")
-        self.num_parts = call.num_columns // call.columns
-        self.num_mine = share_of_block(self.num_tiles[0] * self.num_parts, call.tiles.blocks)
-
-    def run(self) -> None:
-        @pl.when(self.warpgroup == CONSUMERS)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-            self.ring.drain(self._over_tiles(self._load_tile))
-
-        @pl.when(self.warpgroup < CONSUMERS)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            self._over_tiles(self._multiply_tile)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-    def _over_tiles(self, visit) -> jax.Array:
-        """Call `visit(tile, first column, group, first step, steps)`; return the steps of all."""
-        call = self.call
-        num_steps = call.steps_per_matrix * (call.num_matrices if call.products.summed else 1)
-
-        def of_item(index, step):
-            item = index * call.tiles.blocks + lax.axis_index("block")
-            tile = lax.div(item, jnp.int32(self.num_parts))
-            column = lax.rem(item, jnp.int32(self.num_parts)) * call.columns
-            group = self.groups[tile]
-            steps = lax.select(group < call.num_groups, jnp.int32(num_steps), jnp.int32(0))
-            visit(tile, column, group, step, steps)
-            return step + steps
-
-        return lax.fori_loop(0, self.num_mine, of_item, jnp.int32(0))
-
-    def _load_tile(self, tile, column, group, first_step, steps) -> None:
-        call, products = self.call, self.call.products
-        start = self.starts[tile]
-
-        def load(rows, matrices, step, slot):
-            depth = pl.ds(step * DEPTH, DEPTH)
-            columns = pl.ds(column, call.columns)
-            barrier = self.smem["full"].at[slot]
-            here = rows.at[pl.ds(start, call.tiles.rows), depth]
-            plgpu.copy_gmem_to_smem(here, self.smem["rows_smem"].at[slot], barrier)
-            window = (columns, depth) if products.transposed else (depth, columns)
-            for matrix, smem in zip(matrices, self.smem["matrices_smem"], strict=True):
-                plgpu.copy_gmem_to_smem(matrix.at[group, *window], smem.at[slot], barrier)
-
-        def load_step(i):
-            slot = self.ring.wait_empty(first_step + i)
-            if not products.summed:
-                load(self.rows[0], self.matrices, i, slot)
-                return
-            for number, matrix in enumerate(self.matrices):
-                step = i - number * call.steps_per_matrix
-
-                @pl.when((step >= 0) & (step < call.steps_per_matrix))
-                def _(number=number, matrix=matrix, step=step):
-                    load(self.rows[products.operand_of[number]], [matrix], step, slot)
-
-        loop(steps, load_step)
-
-    def _multiply_tile(self, tile, column, group, first_step, steps) -> None:
-        call = self.call
-        part_rows, part_columns = call.part
-        row = self.warpgroup * part_rows if call.tiles.splits_rows else 0
-        offset = 0 if call.tiles.splits_rows else self.warpgroup * part_columns
-        start = self.starts[tile] + row
-        column = column + offset
-        first, last = (jnp.clip(ref[tile] - row, 0, part_rows) for ref in (self.firsts, self.lasts))
-        self._load_extras(start, column)
-
-        def multiply(*sums):
-            def products(_, slot):
-                rows = self.smem["rows_smem"].at[slot, pl.ds(row, part_rows)]
-                columns = pl.ds(offset, part_columns)
-                for total, smem in zip(sums, self.smem["matrices_smem"], strict=True):
-                    if call.products.transposed:
-                        matrix = smem.at[slot, columns].transpose((1, 0))
-                    else:
-                        matrix = smem.at[slot, :, columns]
-                    plgpu.wgmma(total, rows, matrix)
-
-            multiply_steps(self.ring, first_step, steps, products)
-            return [total[...] for total in sums]
-
-        accumulator = plgpu.ACC(call.part, jnp.float32)
-        sums = pl.run_scoped(multiply, *[accumulator] * call.num_sums)
-        if self.extras:
-            plgpu.barrier_wait(self.smem["extras_full"].at[self.warpgroup])
-        for number in range(part_columns // call.chunk):
-            begin = number * call.chunk
-            chunk = slice(begin, begin + call.chunk)
-            extras = [
-                smem[self.warpgroup, :, chunk].astype(jnp.float32)
-                for smem in self.smem["extras_smem"]
-            ]
-            results = call.products.epilogue([total[:, chunk] for total in sums], extras)
-            results = [x.astype(call.dtype) for x in results]
-            if call.products.num_outputs > 1 or self.call.num_sums > 1:
-                # The activation of rows of no group need not be 0.
-                results = [jnp.where(steps > 0, x, jnp.zeros_like(x)) for x in results]
-            self._store(results, number % 2, start, column + begin, first, last)
-
-    def _load_extras(self, start, column) -> None:
-        part_rows, part_columns = self.call.part
-        for extra, smem in zip(self.extras, self.smem["extras_smem"], strict=True):
-            here = extra.at[pl.ds(start, part_rows), pl.ds(column, part_columns)]
-            barrier = self.smem["extras_full"].at[self.warpgroup]
-            plgpu.copy_gmem_to_smem(here, smem.at[self.warpgroup], barrier)
-
-    def _store(self, results, buffer: int, start, column, first, last) -> None:
-        """Write rows `first` to `last` of a chunk of the results."""
-        part_rows, chunk = self.call.part[0], self.call.chunk
-        columns = pl.ds(column, chunk)
-        is_whole = last - first == part_rows
-
-        @pl.when(is_whole)
-        def _():
-            whole = self.smem["whole_smem"].at[self.warpgroup, buffer]
-            # What this buffer held has left it: the chunk before the last, where there are two.
-            pending = len(results) if chunk < self.call.part[1] else 0
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            for number, result in enumerate(results):
-                whole[number] = result
-            plgpu.commit_smem()
-            for number, output in enumerate(self.outputs):
-                there = output.at[pl.ds(start, part_rows), columns]
-                plgpu.copy_smem_to_gmem(whole.at[number], there)
-
-        # Copies have static sizes: any number of rows is a sum of powers of two.
-        @pl.when(jnp.logical_not(is_whole) & (last > first))
-        def _():
-            parted = self.smem["parted_smem"].at[self.warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for number, result in enumerate(results):
-                store_untiled(parted.at[number], result)
-            plgpu.commit_smem()
-            count, row, size = last - first, first, part_rows // 2
-            while size:
-
-                @pl.when(count & size != 0)
-                def _(row=row, size=size):
-                    for number, output in enumerate(self.outputs):
-                        there = output.at[pl.ds(start + row, size), columns]
-                        plgpu.copy_smem_to_gmem(parted.at[number, pl.ds(row, size)], there)
-
-                row = row + (count & size)
-                size //= 2
+        )(*[x for part in arrays for x in part])
+        return tuple(results)
