@@ -119,21 +119,18 @@ def _plan(x: jax.Array, vocabulary: int, tiles: CrossEntropyTiles) -> _Plan:
 def _tile_ready(plan: _Plan, x_ref, weight_ref, logits_ref, use) -> None:
     """Add this step's product to the tile of logits, and call `use` when the tile is complete."""
     k = pl.program_id(2)
-    product = jnp.dot(
+
+    @pl.when(k == 0)
+    def _():
+        logits_ref[...] = jnp.zeros_like(logits_ref)
+
+    # In one statement, so that the product is added up where the multiplier leaves it.
+    logits_ref[...] += jnp.dot(
         x_ref[...],
         weight_ref[...],
         precision=precision_of(plan.dtype),
         preferred_element_type=jnp.float32,
     )
-
-    @pl.when(k == 0)
-    def _():
-        logits_ref[...] = product
-
-    @pl.when(k != 0)
-    def _():
-        logits_ref[...] += product
-
     pl.when(k == plan.grid[2] - 1)(use)
 
 
