@@ -32,9 +32,7 @@ def _arrays(shape, dtype, packed):
 
 
 def _convolve(implementation, x, weight, ids):
-    return pallas_kernels.short_conv(
-        x, weight, segment_ids=ids, implementation=implementation
-    )[0]
+    return pallas_kernels.short_conv(x, weight, segment_ids=ids, implementation=implementation)[0]
 
 
 def _forward(implementation):

@@ -76,6 +76,7 @@ def _forward(bank, current, query, count, eps):
             value = rows_ref[slot].astype(jnp.float32)
             inverse_norm = lax.rsqrt(jnp.sum(value * value) / width + eps)
             score = jnp.sum(value * query_row[...]) * inverse_norm
+            plgpu.commit_smem()  # everyone has read the row
             fetch(step + stages)
             new_maximum = jnp.maximum(maximum, score)
             shrink, weight = jnp.exp(maximum - new_maximum), jnp.exp(score - new_maximum)
@@ -201,6 +202,7 @@ def _backward(bank, current, query, count, statistics, d_mixed, d_probabilities)
             plgpu.barrier_wait(arrived.at[lax.rem(step, stages)])
             along = jnp.sum(rows[lax.rem(step, stages)].astype(jnp.float32) * d_mixed)
             if not holds:
+                plgpu.commit_smem()  # everyone has read the row
                 fetch(step + stages)
             part = statistics_row[place, slot] * (along + d_probabilities_row[place, slot])
             weighed[slot] = part
