@@ -16,15 +16,16 @@ _WIDTH, _CHUNK, _BOUND = 128, 64, -5.0
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _arrays(shape, dtype, raw):
     """Operands of a call and the gradient of its output; shape is [B, T, H]."""
-    keys = jax.random.split(jax.random.key(0), 8)
+    keys = jax.random.split(jax.random.key(0), 7)
     q, k, v, logits, d_output = (
         jax.random.normal(key, (*shape, _WIDTH)) for key in keys[:5]
     )  # fmt: skip
     beta = jax.random.normal(keys[5], shape)
-    state = jax.random.normal(keys[6], (shape[0], shape[2], _WIDTH, _WIDTH))
+    # Zeros, as the baselines start from them; read all the same.
+    state = jnp.zeros((shape[0], shape[2], _WIDTH, _WIDTH))
     gate = pallas_kernels.KDAGate(
         A_log=jnp.zeros(shape[2]),
-        dt_bias=jax.random.normal(keys[7], (shape[2], _WIDTH)) - 4,
+        dt_bias=jax.random.normal(keys[6], (shape[2], _WIDTH)) - 4,
         lower_bound=_BOUND,
     )
     v, d_output = v.astype(dtype), d_output.astype(dtype)
@@ -50,10 +51,20 @@ def _forward(implementation):
 
 def _forward_and_backward(implementation):
     def run(*inputs):
-        results, transpose = jax.vjp(functools.partial(_kda, implementation), *inputs[:7])
-        return results, transpose((inputs[7], jnp.zeros_like(results[1])))
+        *tokens, state, gate, d_output = inputs
+
+        def call(tokens, gate):
+            return _kda(implementation, *tokens, state, gate)
+
+        return _with_gradients(call, tuple(tokens), gate, d_output)
 
     return run
+
+
+def _with_gradients(call, tokens, gate, d_output):
+    (output, state), transpose = jax.vjp(call, tokens, gate)
+    d_output = d_output.astype(output.dtype)
+    return (output, state), transpose((d_output, jnp.zeros_like(state)))
 
 
 def _packed(implementation):
@@ -79,13 +90,19 @@ def _unbounded(implementation):
     return run
 
 
-def _baseline(q, k, v, log_decay, beta, *_):
-    return kda_baselines.baseline_chunked(q, k, v, log_decay, beta)
+def _baseline_forward(*inputs):
+    return kda_baselines.baseline_chunked(*inputs[:5])
+
+
+def _baseline_forward_and_backward(*inputs):
+    *tokens, _, gate, d_output = inputs
+    call = lambda tokens, gate: kda_baselines.baseline_chunked(*tokens)  # noqa: E731
+    return _with_gradients(call, tuple(tokens), gate, d_output)
 
 
 def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
     cells, states = shape[0] * shape[1] * shape[2], 4 * shape[0] * shape[2] * _WIDTH * _WIDTH
-    label += " float32" if dtype == jnp.float32 else ""
+    label += f" {jnp.dtype(dtype).name}"
     # Per token: scores of keys and queries, the inverse times the values, and the state read by
     # both, written once.
     flops = cells * 2 * (3 * _CHUNK * _WIDTH + _CHUNK * _CHUNK + 3 * _WIDTH * _WIDTH)
@@ -98,7 +115,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
         "size": size,
         "make_inputs": functools.partial(_arrays, shape, dtype, raw),
     }
-    tuned = size == "k3" and not others
+    tuned, plain = size == "k3" and not others, size == "small" and not raw
 
     def candidates(*kernels):
         tiles = tuple(KDATiles(heads=n) for n in heads)
@@ -110,6 +127,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
             function=_forward,
             flops=flops,
             bytes=forward,
+            baselines={"chunked": _baseline_forward} if plain else {},
             candidates=candidates("kda_forward"),
             **common,
         ),
@@ -119,7 +137,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
             flops=3.5 * flops,
             # Both read the operands; gradients, and that of the output, are of their sizes.
             bytes=forward + 7 * row + 2 * gate + 8 * cells + 2 * states,
-            baselines={} if raw or size == "k3" else {"chunked": _baseline},
+            baselines={"chunked": _baseline_forward_and_backward} if plain else {},
             candidates=candidates("kda_forward", "kda_backward"),
             **common,
         ),
@@ -135,10 +153,10 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
 _ALL, _PART, _SMALL = (1, 8192, 96), (1, 8192, 12), (1, 256, 2)
 
 CASES = [
-    *_cases("k3", _PART, jnp.bfloat16),
-    *_cases("k3", _PART, jnp.bfloat16, raw=True, label=" raw"),
-    *_cases("k3", _PART, jnp.float32, others=True),
-    *_cases("k3", _ALL, jnp.bfloat16, raw=True, label=" raw, 96 heads"),
+    *_cases("k3", _PART, jnp.bfloat16, label=" 12 heads"),
+    *_cases("k3", _PART, jnp.bfloat16, raw=True, label=" raw 12 heads"),
+    *_cases("k3", _PART, jnp.float32, others=True, label=" 12 heads"),
+    *_cases("k3", _ALL, jnp.bfloat16, raw=True, label=" raw 96 heads"),
     *_cases("k3", _ALL, jnp.float32, label=" 96 heads"),
     *_cases("small", _SMALL, jnp.bfloat16, others=True),
     *_cases("small", _SMALL, jnp.bfloat16, raw=True, label=" raw"),
