@@ -4,6 +4,9 @@ A block of threads keeps 128 tokens and takes one tile of the vocabulary after a
 warpgroup copies blocks of x and of the weight into a ring of buffers; the others multiply, 64
 tokens each, and read their logits while the ring fills for the next tile. Blocks that run at one
 time want the same columns of the weight, which then come from the L2 cache.
+
+Float32 operands are sums of three bfloat16 numbers. The parts stand side by side along the width,
+and the six products of parts that matter are added up, the smallest first.
 """
 
 import dataclasses
@@ -32,7 +35,7 @@ class CrossEntropyGPUTiles:
     """Tile of the logits, and how it is computed.
 
     Attributes:
-        columns: of a tile, at most 256.
+        columns: of a tile, at most 256; at most 128 for float32 operands.
         stages: buffers of the ring.
         blocks: of threads that run at one time: the vocabulary is shared out to reach it.
         chunk: logits M * columns whose gradient is in memory at a time (backward).
@@ -52,14 +55,32 @@ class _Plan:
     width: int
     vocabulary: int
     filled: int  # W in whole tiles
+    dtype: jnp.dtype
     columns: int
     stages: int
     shares: int  # blocks of threads that share out the vocabulary of the same tokens
 
     @property
+    def num_products(self) -> int:
+        """Of parts of the operands."""
+        return 6 if self.dtype == jnp.float32 else 1
+
+    @property
     def steps(self) -> int:
         """Buffers of one tile."""
-        return self.width // DEPTH
+        return self.num_products * self.width // DEPTH
+
+    def places(self, step) -> tuple[jax.Array, jax.Array]:
+        """First columns of x and rows of the weight that a step multiplies."""
+        steps = self.width // DEPTH
+        if self.num_products == 1:
+            return step * DEPTH, step * DEPTH
+        number, within = lax.div(step, steps), lax.rem(step, steps) * DEPTH
+        # (x's part, the weight's): (2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)
+        is_both = number == 1
+        x_part = jnp.where(number == 0, 2, jnp.where(is_both | (number == 3), 1, 0))
+        weight_part = jnp.where(number == 2, 2, jnp.where(is_both | (number == 4), 1, 0))
+        return x_part * self.width + within, weight_part * self.width + within
 
     def scratch(self) -> dict:
         """Ring, targets and their barriers."""
@@ -79,9 +100,10 @@ class _Plan:
         rows_full = plgpu.Barrier(num_arrivals=num_columns, num_barriers=GROUPS)
         arguments = {}
         if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
-            operands = (self.num_tokens + self.filled) * self.width * 2
+            bytes_of_parts = 6 if self.dtype == jnp.float32 else 2
+            operands = (self.num_tokens + self.filled) * self.width * bytes_of_parts
             arguments["cost_estimate"] = pl.CostEstimate(
-                flops=2 * self.num_tokens * self.width * self.filled,
+                flops=2 * self.num_tokens * self.width * self.filled * self.num_products,
                 transcendentals=self.num_tokens * self.filled,
                 bytes_accessed=operands + self.num_tokens * row_bytes,
             )
@@ -94,7 +116,8 @@ class _Plan:
             num_threads=GROUPS + 1,
             thread_name="group",
             compiler_params=plgpu.CompilerParams(
-                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+                approx_math=self.dtype == jnp.bfloat16,
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
             kernel_name=name,
             **arguments,
@@ -103,8 +126,8 @@ class _Plan:
 
 def unsupported(x: jax.Array, weight: jax.Array) -> str | None:
     """Why the kernels do not take these operands, or None."""
-    if x.dtype != jnp.bfloat16:
-        return f"x has dtype {x.dtype}; bfloat16 is supported"
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"x has dtype {x.dtype}; float32 and bfloat16 are supported"
     if weight.shape[0] % DEPTH:
         return f"D={weight.shape[0]} of x is not a multiple of {DEPTH}"
     if x.shape[0] == 0:
@@ -114,12 +137,13 @@ def unsupported(x: jax.Array, weight: jax.Array) -> str | None:
 
 def _plan(x: jax.Array, weight: jax.Array, tiles: CrossEntropyGPUTiles) -> _Plan:
     """For x in whole tiles; the weight need not be."""
-    vocabulary, columns = weight.shape[1], tiles.columns
+    vocabulary = weight.shape[1]
+    columns = tiles.columns if x.dtype == jnp.bfloat16 else min(tiles.columns, 128)
     while columns > 64 and vocabulary % columns:
         columns //= 2
     filled = pl.cdiv(vocabulary, columns) * columns
     shares = max(1, min(tiles.blocks // (len(x) // TOKENS), filled // columns))
-    return _Plan(*x.shape, vocabulary, filled, columns, tiles.stages, shares)
+    return _Plan(*x.shape, vocabulary, filled, x.dtype, columns, tiles.stages, shares)
 
 
 def _fill(array: jax.Array, size: int, axis: int) -> jax.Array:
@@ -130,6 +154,17 @@ def _fill(array: jax.Array, size: int, axis: int) -> jax.Array:
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, missing)
     return jnp.pad(array, padding)
+
+
+def _parts(array: jax.Array, axis: int) -> jax.Array:
+    """A bfloat16 array itself; of float32 three bfloat16 arrays that add up to it, along `axis`."""
+    if array.dtype == jnp.bfloat16:
+        return array
+    parts = []
+    for _ in range(3):  # a cast there and back would be optimised away
+        parts.append(lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7))
+        array = array - parts[-1]
+    return jnp.concatenate(parts, axis).astype(jnp.bfloat16)
 
 
 def _rows(vector: jax.Array, plan: _Plan) -> jax.Array:
@@ -166,9 +201,10 @@ def _fetch(plan: _Plan, x_ref, weight_ref, scratch) -> None:
             def _():
                 plgpu.barrier_wait(scratch["empty"].at[slot])
 
-            depth, full = pl.ds(k * DEPTH, DEPTH), scratch["full"].at[slot]
-            plgpu.copy_gmem_to_smem(x_ref.at[tokens, depth], scratch["x"].at[slot], full)
-            plgpu.copy_gmem_to_smem(weight_ref.at[depth, columns], scratch["weight"].at[slot], full)
+            column, row = (pl.ds(place, DEPTH) for place in plan.places(k))
+            full = scratch["full"].at[slot]
+            plgpu.copy_gmem_to_smem(x_ref.at[tokens, column], scratch["x"].at[slot], full)
+            plgpu.copy_gmem_to_smem(weight_ref.at[row, columns], scratch["weight"].at[slot], full)
 
         lax.fori_loop(0, plan.steps, fetch, None)
 
@@ -273,7 +309,7 @@ def _d_logits_kernel(plan: _Plan, target_ref, terms_ref, x_ref, weight_ref, out_
             d = jnp.exp(logits - _rows(logsumexp, plan)) * _rows(d_logsumexp, plan)
             d += lax.select(is_target, _rows(d_chosen, plan), jnp.zeros_like(d))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch["out"][group] = d.astype(jnp.bfloat16)
+            scratch["out"][group] = d.astype(out_ref.dtype)
             plgpu.commit_smem()
             columns = pl.ds(tile * plan.columns, plan.columns)
             plgpu.copy_smem_to_gmem(scratch["out"].at[group], out_ref.at[own, columns])
@@ -296,7 +332,7 @@ def _reduced(x, weight, targets, tiles) -> tuple[jax.Array, jax.Array]:
         num_columns=1,
         scratch={"out": plgpu.SMEM((3, GROUPS, ROWS), jnp.float32)},
     )
-    peak, total, chosen = kernel(targets, x, _fill(weight, plan.filled, 1))
+    peak, total, chosen = kernel(targets, _parts(x, 1), _parts(_fill(weight, plan.filled, 1), 0))
     highest = jnp.max(peak, axis=0)
     total = jnp.sum(total * jnp.exp(peak - highest), axis=0)
     return highest + jnp.log(total), jnp.sum(chosen, axis=0)
@@ -312,15 +348,16 @@ def _d_logits(x, part, targets, terms, tiles) -> jax.Array:
     kernel = plan.call(
         _d_logits_kernel,
         "cross_entropy_d_logits",
-        row_bytes=16 + 2 * plan.filled,
+        row_bytes=16 + x.dtype.itemsize * plan.filled,
         out_type=jax.ShapeDtypeStruct((len(x), plan.filled), x.dtype),
         num_columns=4,
         scratch={
-            "out": plgpu.SMEM((GROUPS, ROWS, plan.columns), jnp.bfloat16),
+            "out": plgpu.SMEM((GROUPS, ROWS, plan.columns), x.dtype),
             "terms": plgpu.SMEM((3, GROUPS, ROWS), jnp.float32),
         },
     )
-    return kernel(targets, terms, x, _fill(part, plan.filled, 1))[:, : part.shape[1]]
+    part_of_weight = _parts(_fill(part, plan.filled, 1), 0)
+    return kernel(targets, terms, _parts(x, 1), part_of_weight)[:, : part.shape[1]]
 
 
 def logit_terms(x: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

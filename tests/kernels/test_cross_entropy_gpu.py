@@ -18,6 +18,12 @@ def test_odd_sizes_are_right():
 
 
 @pytest.mark.slow
+def test_float32_is_multiplied_in_three_parts():
+    with interpreted("gpu"), with_tiles(cross_entropy_gpu=SMALL):
+        assert_as_definition(IMPLEMENTATION, make_operands(70, 128, 130, "float32"))
+
+
+@pytest.mark.slow
 def test_large_logits_do_not_overflow():
     with interpreted("gpu"), with_tiles(cross_entropy_gpu=SMALL):
         assert_as_definition(IMPLEMENTATION, make_operands(70, 64, 130, "bfloat16", scale=1e4))
@@ -37,9 +43,9 @@ def test_blocks_do_not_race():
 
 
 def test_unsupported_operands_are_refused():
-    x, weight, targets, *_ = make_operands(8, 128, 200)
+    x, weight, targets, *_ = make_operands(8, 128, 200, "float16")
     with interpreted("gpu"):
-        with pytest.raises(NotImplementedError, match="x has dtype float32; bfloat16 is supp"):
+        with pytest.raises(NotImplementedError, match="x has dtype float16; float32 and bfloat16"):
             cross_entropy(x, weight, targets, implementation=IMPLEMENTATION)
         x, weight, targets, *_ = make_operands(8, 96, 200, "bfloat16")
         with pytest.raises(NotImplementedError, match="D=96 of x is not a multiple of 64"):
