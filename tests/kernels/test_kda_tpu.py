@@ -246,11 +246,36 @@ def test_large_heads_are_right(dims):
     assert_right(*make_arrays(130, heads=2, dims=dims), log_decay_min=-5.0)
 
 
+@functools.cache
+def _definition_of_300():
+    """Return operands, cotangents, and (ids, cotangent of the output) -> the definition's results."""
+    arrays, cotangents = make_arrays(300)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        d_state = jnp.asarray(np.asarray(cotangents[1], np.float64))
+        run = jit(
+            lambda ids, d_output: results("reference", exact, (d_output, d_state), segment_ids=ids)
+        )
+    return arrays, cotangents, run
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(1, 300, 50))
-def test_all_lengths_are_right(start):
-    for tokens in range(start, start + 50):
-        assert_right(*make_arrays(tokens), log_decay_min=-5.0)
+@pytest.mark.parametrize("first", range(1, 301, 50))
+def test_all_lengths_are_right(first):
+    arrays, (d_output, d_state), run = _definition_of_300()
+    for tokens in range(first, first + 50):
+        shorter = (*(x[:, :tokens] for x in arrays[:5]), arrays[5])
+        with interpreted("tpu"):
+            actual = jit(functools.partial(results, "mosaic_tpu", log_decay_min=-5.0))(
+                shorter, (d_output[:, :tokens], d_state)
+            )
+        with jax.enable_x64(True):
+            ids = (jnp.arange(300) < tokens)[None].astype(jnp.int32)
+            expected = run(ids, jnp.asarray(np.asarray(d_output, np.float64)))
+        for name, one, two in zip(NAMES, actual, expected, strict=True):
+            two = two if "state" in name else two[:, :tokens]
+            bound = "float32 decay" if name in ("d_log_decay", "d_beta") else "float32"
+            assert_within(one, two, bound, f"{name} of {tokens} tokens")
 
 
 @pytest.mark.slow
