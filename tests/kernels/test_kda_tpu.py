@@ -248,7 +248,7 @@ def test_large_heads_are_right(dims):
 
 @functools.cache
 def _definition_of_300():
-    """Return operands, cotangents, and (ids, cotangent of the output) -> the definition's results."""
+    """Return operands, cotangents, and a function: ids, d_output -> what `results` should be."""
     arrays, cotangents = make_arrays(300)
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
