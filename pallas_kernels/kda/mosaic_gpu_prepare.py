@@ -60,6 +60,7 @@ def prepare(q, k, log_decay, beta, marks, *, scale) -> Prepared:
         "decay": plgpu.SMEM(block, log_decay.dtype),
         "decay_parts": plgpu.SMEM((num_parts(log_decay.dtype), num_blocks, *block), _BF16),
         "operands": plgpu.SMEM((4, *block), _BF16),
+        "zeros": plgpu.SMEM((2 * CHUNK,), jnp.int32),
         "total_block": plgpu.SMEM((BLOCK,), _F32),
         "beta_row": plgpu.SMEM((CHUNK,), _F32),
         "loaded": plgpu.Barrier(num_arrivals=2 * num_blocks + 1 + (0 if marks is None else 3)),
@@ -87,7 +88,7 @@ def num_parts(decay_dtype) -> int:
 
 def _kernel(
     q, k, log_decay, beta, marks, q_start, k_start, k_end, score_q, solve, total,
-    *, scale, q_blocks, k_blocks, decay, decay_parts, operands, total_block, beta_row, loaded,
+    *, scale, q_blocks, k_blocks, decay, decay_parts, operands, zeros, total_block, beta_row, loaded,
     decay_loaded, mark_rows=None,
 ):  # fmt: skip
     row, head, chunk = (lax.axis_index(name) for name in ("row", "head", "chunk"))
@@ -96,6 +97,12 @@ def _kernel(
 
     def columns(index):
         return pl.ds(index * BLOCK, BLOCK)
+
+    def parts(index):
+        return [decay_parts.at[part, index] for part in range(decay_parts.shape[0])]
+
+    def views():
+        return tiles.hide(operands, zeros)
 
     def each_block(function):
         lax.fori_loop(0, num_blocks, lambda index, _: function(index), None)
@@ -118,22 +125,24 @@ def _kernel(
         plgpu.barrier_wait(decay_loaded)
         g = decay[...].astype(_F32)
         total_block[...] = jnp.sum(g, axis=0)
-        store_parts(g, decay_parts, index)
+        store_parts(g, parts(index))
         # Every warp has read the block before the next one arrives in its place.
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(total_block, total.at[row, head, chunk, columns(index)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     plgpu.barrier_wait(loaded)
-    reach, first, second, third = (operands.at[index] for index in range(4))
+    tiles.write_zeros(zeros)
 
     # To the chunk's borders: what the state needs.
+    reach, *_ = views()
     reach[...] = tiles.reach_from_start().astype(_BF16)
     plgpu.commit_smem()
 
     @each_block
     def _(index):
-        decayed = jnp.exp(exponent(reach, decay_parts, index))
+        reach, first, second, _ = views()
+        decayed = jnp.exp(exponent(reach, parts(index)))
         if marks is not None:
             decayed = decayed * tiles.over_rows(mark_rows[1])
         first[...] = (scale * decayed * q_blocks[index].astype(_F32)).astype(_BF16)
@@ -143,12 +152,14 @@ def _kernel(
         plgpu.copy_smem_to_gmem(second, k_start.at[row, head, chunk, :, columns(index)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    reach, *_ = views()
     reach[...] = tiles.reach_to_end().astype(_BF16)
     plgpu.commit_smem()
 
     @each_block
     def _(index):
-        decayed = jnp.exp(exponent(reach, decay_parts, index))
+        reach, first, second, _ = views()
+        decayed = jnp.exp(exponent(reach, parts(index)))
         if marks is not None:
             decayed = decayed * tiles.over_rows(mark_rows[2])
         first[...] = (decayed * k_blocks[index].astype(_F32)).astype(_BF16)
@@ -159,72 +170,75 @@ def _kernel(
     # Scores: pairs on two sides of a border, where rows and columns share one factor, then pairs
     # within a tile.
     def operands_at_border(index):
-        decayed = jnp.exp(exponent(reach, decay_parts, index))
+        reach, first, second, _ = views()
+        decayed = jnp.exp(exponent(reach, parts(index)))
         first[...] = (scale * decayed * q_blocks[index].astype(_F32)).astype(_BF16)
         second[...] = (decayed * k_blocks[index].astype(_F32)).astype(_BF16)
+        return first, second, second
 
     def at_border(level, scores):
         border = lax.shift_right_logical(jnp.int32(tiles.SPLITS[0]), level)
+        reach, *_ = views()
         reach[...] = tiles.reach_to_border(border).astype(_BF16)
         plgpu.commit_smem()
-        return _add_pairs(
-            scores, num_blocks, operands_at_border, (first, second, second), border, 2 * border
-        )
+        return _add_pairs(scores, num_blocks, operands_at_border, border, 2 * border)
 
-    zeros = lax.full((CHUNK, CHUNK), 0.0, _F32)
-    scores = lax.fori_loop(0, len(tiles.SPLITS), at_border, (zeros, zeros))
+    nothing = lax.full((CHUNK, CHUNK), 0.0, _F32)
+    scores = lax.fori_loop(0, len(tiles.SPLITS), at_border, (nothing, nothing))
 
     def operands_in_tile(index):
-        exponents = exponent(reach, decay_parts, index)
+        reach, first, second, third = views()
+        exponents = exponent(reach, parts(index))
         k = k_blocks[index].astype(_F32)
         third[...] = (jnp.exp(-exponents) * k).astype(_BF16)
         decayed = jnp.exp(exponents)
         first[...] = (scale * decayed * q_blocks[index].astype(_F32)).astype(_BF16)
         second[...] = (decayed * k).astype(_BF16)
+        return first, second, third
 
+    reach, *_ = views()
     reach[...] = tiles.reach_to_middle().astype(_BF16)
     plgpu.commit_smem()
-    score_of_q, score_of_k = _add_pairs(
-        scores, num_blocks, operands_in_tile, (first, second, third), 0, tiles.TILE
-    )
+    score_of_q, score_of_k = _add_pairs(scores, num_blocks, operands_in_tile, 0, tiles.TILE)
     if marks is not None:
-        same = tiles.same_run(mark_rows[0])
+        same = tiles.same_run(mark_rows.at[0])
         score_of_k, score_of_q = tiles.keep(same, score_of_k), tiles.keep(same, score_of_q)
 
-    reach[...] = score_of_q.astype(_BF16)
+    block, *_ = views()
+    block[...] = score_of_q.astype(_BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(reach, score_q.at[row, head, chunk])
+    plgpu.copy_smem_to_gmem(block, score_q.at[row, head, chunk])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    first[...] = _solve(score_of_k, beta_row, operands).astype(_BF16)
+    solve_values = _solve(score_of_k, beta_row, operands, zeros)
+    block, *_ = views()
+    block[...] = solve_values.astype(_BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(first, solve.at[row, head, chunk])
+    plgpu.copy_smem_to_gmem(block, solve.at[row, head, chunk])
     plgpu.wait_smem_to_gmem(0)
 
 
-def store_parts(g, decay_parts, index):
-    """Store the bfloat16 parts of a block of log decays."""
-    if decay_parts.shape[0] == 1:
-        decay_parts[0, index] = g.astype(_BF16)
+def store_parts(g, parts):
+    """Store a block of log decays in one or two bfloat16 parts."""
+    if len(parts) == 1:
+        parts[0][...] = g.astype(_BF16)
     else:
-        decay_parts[0, index], decay_parts[1, index] = tiles.split(g)
+        parts[0][...], parts[1][...] = tiles.split(g)
 
 
-def exponent(reach, decay_parts, index):
+def exponent(reach, parts):
     """Return M g, float32 [64, 64]."""
-    parts = range(decay_parts.shape[0])
-    return multiply(*((reach, decay_parts.at[part, index]) for part in parts))
+    return multiply(*((reach, part) for part in parts))
 
 
-def _add_pairs(scores, num_blocks, store_operands, operands, nearest, farthest):
+def _add_pairs(scores, num_blocks, store_operands, nearest, farthest):
     """Add the products of decayed queries and keys with decayed keys to the two scores [64, 64].
 
     Only pairs with a distance in [nearest, farthest) are added: what the others hold may be
     infinite. A key meets no key at distance 0, itself.
     """
-    q_rows, k_rows, k_columns = operands
 
     def add(index, scores):
-        store_operands(index)
+        q_rows, k_rows, k_columns = store_operands(index)
         plgpu.commit_smem()
         of_q = multiply((q_rows, transposed(k_columns)))
         of_k = multiply((k_rows, transposed(k_columns)))
@@ -240,19 +254,19 @@ def _add_pairs(scores, num_blocks, store_operands, operands, nearest, farthest):
     return lax.fori_loop(0, num_blocks, add, scores)
 
 
-def _solve(score, beta_row, operands):
+def _solve(score, beta_row, operands, zeros):
     """Return score (I + beta score)^-1, float32 [64, 64].
 
     Blocks of 1, 2, 4, ... rows are joined, bfloat16 operands; one Newton step with the score in
     two parts squares the error of that inverse X: with P = score X and R = I - X - beta P the
     better inverse is X + X R, and the result P + P R.
     """
-    spare, partial = operands.at[0], operands.at[1]
     square = (CHUNK, CHUNK)
     lower = tiles.over_rows(beta_row[...], square) * score
 
     def join(level, inverse):
         border = lax.shift_left(jnp.int32(2), level)
+        spare, partial, *_ = tiles.hide(operands, zeros)
         # The buffers alternate: warps may still read the one of the level before.
         current = operands.at[2 + lax.rem(level, 2)]
         spare[...] = tiles.keep(tiles.pairs_at(border, tiles.distance()), lower).astype(_BF16)
@@ -267,7 +281,7 @@ def _solve(score, beta_row, operands):
     inverse = identity - tiles.keep(tiles.pairs_at(1, distances), lower)
     inverse = lax.fori_loop(0, 5, join, inverse)
     plgpu.commit_smem()
-    current, other = operands.at[2], operands.at[3]
+    spare, partial, current, other = tiles.hide(operands, zeros)
     spare[...], partial[...] = tiles.split(score)
     current[...] = inverse.astype(_BF16)
     plgpu.commit_smem()

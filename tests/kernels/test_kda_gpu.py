@@ -5,10 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import pallas_kernels
-from pallas_kernels.kda.mosaic_gpu import kda_mosaic_gpu, unsupported
+from pallas_kernels.kda.mosaic_gpu import kda_mosaic_gpu
 from pallas_kernels.kda.reference import kda_reference
 from tests.kernels.errors import assert_within
 
