@@ -22,7 +22,7 @@ BUILT = {
     "grouped_apply": ("reference", "xla"),
     "grouped_glu": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "grouped_matmul": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
-    "kda": ("reference", "xla", "mosaic_tpu"),
+    "kda": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "kda_decode": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_attention": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_decode": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.kda import decode_mosaic_tpu, decode_reference, decode_xla
+from pallas_kernels.kda import (
+    decode_mosaic_gpu,
+    decode_mosaic_tpu,
+    decode_reference,
+    decode_xla,
+)
 from pallas_kernels.kda.gate import KDAGate
 from pallas_kernels.kda.inputs import check_decay, check_inputs, compute_dtype
 
@@ -20,6 +25,7 @@ _FORMS = {
     "reference": decode_reference.decode,
     "xla": decode_xla.decode,
     "mosaic_tpu": decode_mosaic_tpu.decode,
+    "mosaic_gpu": decode_mosaic_gpu.decode,
 }
 
 
@@ -115,7 +121,8 @@ def kda_decode(
         "every_state": every_state,
     }  # fmt: skip
     limits = {
-        "mosaic_tpu": lambda: decode_mosaic_tpu.unsupported(tokens, state, every_state=every_state)
+        "mosaic_tpu": lambda: decode_mosaic_tpu.unsupported(tokens, state, every_state=every_state),
+        "mosaic_gpu": lambda: decode_mosaic_gpu.unsupported(tokens, state),
     }
     chosen = choose_implementation("kda_decode", implementation, limits)
     with jax.named_scope("kda_decode"):
