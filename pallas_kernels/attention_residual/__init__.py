@@ -19,9 +19,7 @@ __all__ = [
     "attention_residual_merge",
 ]
 
-_FORMS = {
-    "reference": reference.attention_residual,
-    "xla": xla.attention_residual,
+_KERNELS = {
     "mosaic_tpu": mosaic_tpu.attention_residual,
     "mosaic_gpu": mosaic_gpu.attention_residual,
 }
@@ -34,8 +32,10 @@ def attention_residual(
     count: int | jax.Array,
     *,
     eps: float,
+    most: int | None = None,
+    return_bank: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Mix the blocks of a bank and the current sum, token by token, by a softmax over depth.
 
     With rows V = (bank[0], .., bank[count-1], current) of one token,
@@ -52,14 +52,20 @@ def attention_residual(
         query: norm weight times projection weight [D].
         count: number of entries that exist, an int (entries past it cost nothing) or int32 [].
         eps: added to the mean square.
+        most: largest value that a traced count can have here; None is N.
+        return_bank: also return the bank. Later readers that take it from there hand their sum of
+            its gradients to this call, whose kernels add theirs in place: no array of the size of
+            the bank is made and no entry touched that does not exist.
         implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
         mixed [B, T, D] in current.dtype (float32 inside, one rounding at the end), and the
-        probabilities [B, T, N+1] float32: bank entries 0 .. N-1, then the current sum.
+        probabilities [B, T, N+1] float32: bank entries 0 .. N-1, then the current sum. With
+        `return_bank` also the bank as it is.
 
     Raises:
-        ValueError: shapes disagree, count is out of range, or the implementation is unknown.
+        ValueError: shapes disagree, count or most is out of range, or the implementation is
+            unknown.
         TypeError: an array is not floating point, or count is not an integer.
         NotImplementedError: the named kernel does not take these arguments (D a multiple of 128,
             at most 31 entries, both float32 or both bfloat16) or this device.
@@ -72,9 +78,18 @@ def attention_residual(
     )
     require_shape("attention_residual", current.shape[-1:], "(D of current)", query=query)
     count = checked_count("attention_residual", count, bank.shape[0])
+    most = bank.shape[0] if most is None else most
+    if not 0 <= most <= bank.shape[0]:
+        raise ValueError(f"attention_residual: most={most} is outside 0..{bank.shape[0]}")
     limits = {
         "mosaic_tpu": lambda: mosaic_tpu.unsupported(bank, current),
         "mosaic_gpu": lambda: mosaic_gpu.unsupported(bank, current),
     }
-    form = _FORMS[choose_implementation("attention_residual", implementation, limits)]
-    return form(bank, current, query, count, eps)
+    name = choose_implementation("attention_residual", implementation, limits)
+    if name == "reference":
+        results = reference.attention_residual(bank, current, query, count, eps)
+    elif name == "xla":
+        results = xla.attention_residual(bank, current, query, count, most, eps)
+    else:
+        return _KERNELS[name](bank, current, query, count, most, eps, return_bank)
+    return (*results, bank) if return_bank else results

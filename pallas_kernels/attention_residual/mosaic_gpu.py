@@ -32,7 +32,8 @@ class GPUTiles:
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
-def _forward(bank, current, query, count, eps):
+def _forward(bank, current, query, count, most, eps):
+    del most  # the loop ends at count
     num_entries, batch, length, width = bank.shape
     num_rows, row = batch * length, (width // LANES, LANES)  # copies take 256 numbers a dimension
     tiles = choose_tiles("attention_residual_gpu", GPUTiles())
@@ -145,13 +146,15 @@ def _ring(num_rows: int, row_bytes: int, other_bytes: int) -> tuple[bool, int]:
     return num_rows <= room, min(num_rows + 1, room)
 
 
-def _backward(bank, current, query, count, statistics, d_mixed, d_probabilities):
+def _backward(
+    bank, current, query, count, most, statistics, d_mixed, d_probabilities, d_bank_so_far
+):  # fmt: skip
     num_entries, batch, length, width = bank.shape
     num_rows, row = batch * length, (width // LANES, LANES)
     tokens = choose_tiles("attention_residual_gpu", GPUTiles()).backward_tokens
     num_blocks, row_bytes = pl.cdiv(num_rows, tokens), width * current.dtype.itemsize
     # What does not fit is read a second time, most likely from the cache of the chip.
-    most = count if isinstance(count, int) else num_entries
+    most = count if isinstance(count, int) else most
     holds, stages = _ring(most + 1, row_bytes, 4 * row_bytes + 4 * width)
 
     def body(
@@ -307,7 +310,10 @@ def _backward(bank, current, query, count, statistics, d_mixed, d_probabilities)
         d_probabilities.reshape(num_rows, LANES),
     )
     d_query = jnp.sum(d_query, axis=0).reshape(width)
-    return d_bank.reshape(bank.shape), d_current.reshape(current.shape), d_query
+    d_bank = d_bank.reshape(bank.shape)
+    if d_bank_so_far is not None:
+        d_bank += d_bank_so_far
+    return d_bank, d_current.reshape(current.shape), d_query
 
 
 attention_residual = differentiable(_forward, _backward)

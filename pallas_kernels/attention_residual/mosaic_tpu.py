@@ -124,9 +124,9 @@ def _forward_kernel(
         in_groups(tokens, work)
 
 
-def _forward(bank, current, query, count, eps):
+def _forward(bank, current, query, count, most, eps):
     num_entries, batch, length, width = bank.shape
-    most = count if isinstance(count, int) else num_entries
+    most = count if isinstance(count, int) else most
     tiles, size = choose_tiles("attention_residual", Tiles()), current.dtype.itemsize
     per_token = width * (6 * size + 4) + 6 * LANES * 4
     tokens = fit_tokens(tiles.forward_tokens, length, per_token, tiles.vmem_bytes)
@@ -163,15 +163,16 @@ def _forward(bank, current, query, count, eps):
 # --- backward ------------------------------------------------------------------------------------
 
 
-def _backward_kernel(
-    count, bank_ref, current_ref, query_ref, statistics_ref, d_mixed_ref, d_probabilities_ref,
-    d_bank_ref, d_current_ref, d_query_ref,  # outputs
-    rows_ref,  # bank entries of this tile [reads, tokens, D]
-    along_ref,  # product of each row with the gradient of the mixture [tokens, 128]
-    columns_ref,  # coefficients of d_mixed, query and the row itself in each row's gradient
-    d_query_sum_ref,  # [8, D]
-    *, num_entries, num_reads, length,
-):  # fmt: skip
+def _backward_kernel(count, *refs, num_entries, num_reads, length, accumulates):
+    """Steps of the grid: one for each entry that is read, then one for each that is written."""
+    refs = list(refs)
+    bank_ref, current_ref, query_ref, statistics_ref, d_mixed_ref, d_probabilities_ref = refs[:6]
+    so_far_ref = refs.pop(6) if accumulates else None
+    d_bank_ref, d_current_ref, d_query_ref, *scratch = refs[6:]
+    # Bank entries of this tile [reads, tokens, D]; products of rows with the gradient of the
+    # mixture [tokens, 128]; coefficients of d_mixed, query and the row itself in the gradient of
+    # each row [tokens, 128]; a sum [8, D].
+    rows_ref, along_ref, columns_ref, d_query_sum_ref = scratch
     step = pl.program_id(2)
     tokens, width = d_current_ref.shape[1:]
     remaining = length - pl.program_id(1) * tokens
@@ -255,54 +256,60 @@ def _backward_kernel(
     def write():
         def work(rows):
             def store(c, gradient):
+                if accumulates:
+                    gradient += so_far_ref[0, 0, rows, c].astype(jnp.float32)
                 d_bank_ref[0, 0, rows, c] = gradient.astype(d_bank_ref.dtype)
 
             d_row(rows, lambda c: rows_ref[entry, rows, c], entry, store)
 
         in_groups(tokens, work)
 
-    @pl.when(entry >= count)
+    # Entries that do not exist: 0, or left as they are; without any one block is visited, too.
+    @pl.when((entry == 0) & (count == 0) if accumulates else entry >= count)
     def write_nothing():
-        d_bank_ref[...] = jnp.zeros_like(d_bank_ref)
+        d_bank_ref[...] = so_far_ref[...] if accumulates else jnp.zeros_like(d_bank_ref)
 
-    @pl.when(entry == num_entries - 1)
+    @pl.when(step == pl.num_programs(2) - 1)
     def finish():
         d_query_ref[0, 0] = jnp.sum(d_query_sum_ref[...], axis=0, keepdims=True)
 
 
-def _backward(bank, current, query, count, statistics, d_mixed, d_probabilities):
+def _backward(
+    bank, current, query, count, most, statistics, d_mixed, d_probabilities, d_bank_so_far
+):  # fmt: skip
     num_entries, batch, length, width = bank.shape
-    reads = count if isinstance(count, int) else num_entries
+    reads = count if isinstance(count, int) else most
+    accumulates = d_bank_so_far is not None
+    writes = reads if accumulates else num_entries
     tiles, size = choose_tiles("attention_residual", Tiles()), current.dtype.itemsize
-    per_token = width * size * (reads + 10) + 6 * LANES * 4
+    per_token = width * size * (reads + 12) + 6 * LANES * 4
     tokens = fit_tokens(tiles.backward_tokens, length, per_token, tiles.vmem_bytes)
     num_tiles, num_elements = pl.cdiv(length, tokens), batch * length * width
-    cost = pl.CostEstimate(
-        flops=14 * (reads + 1) * num_elements,
-        transcendentals=0,
-        bytes_accessed=num_elements * size * (reads + num_entries + 3)
-        + 4 * (width * (1 + batch * num_tiles) + 2 * batch * length * LANES),
-    )
+    row, columns = row_spec(tokens, width), row_spec(tokens, LANES)
+
+    def written(count, b, i, j):
+        last = jnp.maximum(count - 1, 0) if accumulates else num_entries - 1
+        return jnp.clip(j - reads, 0, last), b, i, 0
+
+    d_bank_spec = pl.BlockSpec((1, 1, tokens, width), written)
+    operands = [bank, current, query[None], statistics, d_mixed, d_probabilities]
+    in_specs = [bank_spec(tokens, width), row, query_spec(width), columns, row, columns]
+    aliases = {}
+    if accumulates:
+        aliases = {len(operands) + (0 if isinstance(count, int) else 1): 0}
+        operands.append(d_bank_so_far)
+        in_specs.append(d_bank_spec)
     call = call_with_count(
         functools.partial(
-            _backward_kernel, num_entries=num_entries, num_reads=reads, length=length
+            _backward_kernel,
+            num_entries=num_entries, num_reads=reads, length=length, accumulates=accumulates,
         ),
         count,
-        grid=(batch, num_tiles, reads + num_entries),
-        in_specs=[
-            bank_spec(tokens, width),
-            row_spec(tokens, width),
-            query_spec(width),
-            row_spec(tokens, LANES),
-            row_spec(tokens, width),
-            row_spec(tokens, LANES),
-        ],
+        grid=(batch, num_tiles, reads + writes),
+        in_specs=in_specs,
         out_specs=[
-            pl.BlockSpec(
-                (1, 1, tokens, width),
-                lambda count, b, i, j: (jnp.maximum(j - reads, 0), b, i, 0),
-            ),
-            row_spec(tokens, width),
+            d_bank_spec,
+            row,
             pl.BlockSpec((1, 1, 1, width), lambda count, b, i, j: (b, i, 0, 0)),
         ],
         scratch_shapes=[
@@ -316,16 +323,20 @@ def _backward(bank, current, query, count, statistics, d_mixed, d_probabilities)
             jax.ShapeDtypeStruct(current.shape, current.dtype),
             jax.ShapeDtypeStruct((batch, num_tiles, 1, width), jnp.float32),
         ],
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=tokens * per_token + WORKSPACE,
         ),
-        cost_estimate=cost,
+        cost_estimate=pl.CostEstimate(
+            flops=14 * (reads + 1) * num_elements,
+            transcendentals=0,
+            bytes_accessed=num_elements * size * (reads + writes * (2 if accumulates else 1) + 3)
+            + 4 * (width * (1 + batch * num_tiles) + 2 * batch * length * LANES),
+        ),
         name="attention_residual_backward",
-    )
-    d_bank, d_current, d_query = call(
-        bank, current, query[None], statistics, d_mixed, d_probabilities
-    )
+    )  # fmt: skip
+    d_bank, d_current, d_query = call(*operands)
     return d_bank, d_current, jnp.sum(d_query, axis=(0, 1, 2))
 
 

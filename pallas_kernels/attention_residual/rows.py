@@ -56,50 +56,58 @@ def checked_count(op: str, count: int | jax.Array, num_entries: int) -> int | ja
 def differentiable(forward: Callable, backward: Callable) -> Callable:
     """Return the op made of two kernels, with the signature of the other forms.
 
+    It also returns the bank, when asked to: the gradient of that result is then the sum so far, to
+    which the backward pass adds its own in place.
+
     Args:
-        forward: (bank, current, query [D] float32, count, eps) -> mixed, statistics [B, T, 128].
-        backward: (bank, current, query, count, statistics, d_mixed, d_probabilities
-            [B, T, 128] float32) -> d_bank, d_current, d_query [D] float32.
+        forward: (bank, current, query [D] float32, count, most, eps) -> mixed, statistics
+            [B, T, 128]; `most` bounds a traced count.
+        backward: (bank, current, query, count, most, statistics, d_mixed, d_probabilities
+            [B, T, 128] float32, d_bank so far or None) -> d_bank, d_current, d_query [D] float32.
     """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-    def mix(eps, known_count, bank, current, query, count):
-        return mix_forward(eps, known_count, bank, current, query, count)[0]
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def mix(options, bank, current, query, count):
+        return mix_forward(options, bank, current, query, count)[0]
 
-    def mix_forward(eps, known_count, bank, current, query, count):
-        existing = count if known_count is None else known_count
-        mixed, statistics = forward(bank, current, query, existing, eps)
-        probabilities = statistics[..., : bank.shape[0] + 1]
-        return (mixed, probabilities), (bank, current, query, count, statistics)
+    def mix_forward(options, bank, current, query, count):
+        known, most, eps, returns_bank = options
+        existing = count if known is None else known
+        mixed, statistics = forward(bank, current, query, existing, most, eps)
+        results = mixed, statistics[..., : bank.shape[0] + 1]
+        kept = (bank, current, query, count, statistics)
+        return (*results, bank) if returns_bank else results, kept
 
-    def mix_backward(eps, known_count, kept, cotangents):
-        del eps
+    def mix_backward(options, kept, cotangents):
+        known, most, _, returns_bank = options
         bank, current, query, count, statistics = kept
-        d_mixed, d_probabilities = cotangents
+        d_mixed, d_probabilities, *d_bank = cotangents
         padding = [(0, 0)] * 2 + [(0, LANES - d_probabilities.shape[-1])]
-        d_bank, d_current, d_query = backward(
-            bank, current, query, count if known_count is None else known_count, statistics,
-            d_mixed, jnp.pad(d_probabilities, padding),
+        gradients = backward(
+            bank, current, query, count if known is None else known, most, statistics,
+            d_mixed, jnp.pad(d_probabilities, padding), d_bank[0] if returns_bank else None,
         )  # fmt: skip
-        return d_bank, d_current, d_query, None
+        return *gradients, None
 
     mix.defvjp(mix_forward, mix_backward)
 
-    def attention_residual(bank, current, query, count, eps):
+    def attention_residual(bank, current, query, count, most, eps, returns_bank):
         """See `pallas_kernels.attention_residual`."""
         query = query.astype(jnp.float32)
         known = count if isinstance(count, int) else None
-        if known == 0 or bank.shape[0] == 0:
+        if known == 0 or most == 0:
             one = jnp.ones((*current.shape[:-1], 1), jnp.float32)
-            return current, jnp.pad(one, ((0, 0), (0, 0), (bank.shape[0], 0)))
+            probabilities = jnp.pad(one, ((0, 0), (0, 0), (bank.shape[0], 0)))
+            return (current, probabilities, bank) if returns_bank else (current, probabilities)
         bank, current, query, count = align_varying(
             bank, current, query, jnp.asarray(count, jnp.int32)
         )
+        options = (known, most, eps, returns_bank)
         if current.shape[1] != 1:
-            return mix(eps, known, bank, current, query, count)
+            return mix(options, bank, current, query, count)
         # Single tokens of many sequences, as in decoding: one row of tokens.
         bank, current = jnp.swapaxes(bank, 1, 2), jnp.swapaxes(current, 0, 1)
-        mixed, probabilities = mix(eps, known, bank, current, query, count)
-        return jnp.swapaxes(mixed, 0, 1), jnp.swapaxes(probabilities, 0, 1)
+        results = mix(options, bank, current, query, count)
+        return tuple(jnp.swapaxes(result, -3, -2) for result in results)
 
     return attention_residual

@@ -53,13 +53,18 @@ def _combine(weights: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def attention_residual(
-    bank: jax.Array, current: jax.Array, query: jax.Array, count: int | jax.Array, eps: float
+    bank: jax.Array,
+    current: jax.Array,
+    query: jax.Array,
+    count: int | jax.Array,
+    most: int,
+    eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention_residual`."""
     num_entries, num_rows, width = bank.shape[0], math.prod(current.shape[:-1]), current.shape[-1]
     query = query.astype(jnp.promote_types(current.dtype, jnp.float32))
-    if isinstance(count, int):
-        bank = bank[:count]  # what does not exist is not even read
+    # What cannot exist is not even read.
+    bank = bank[: count if isinstance(count, int) else most]
     if bank.shape[0] == 0:
         one = jnp.ones_like(current[..., :1], dtype=query.dtype)
         return current, jnp.pad(one, ((0, 0), (0, 0), (num_entries, 0)))
