@@ -115,6 +115,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
         "size": size,
         "make_inputs": functools.partial(_arrays, shape, dtype, raw),
     }
+    bounded = ("xla", "mosaic_tpu") + (("mosaic_gpu",) if dtype == jnp.bfloat16 else ())
     tuned, plain = size == "k3" and not others, size == "small" and not raw
 
     def candidates(*kernels):
@@ -129,6 +130,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
             bytes=forward,
             baselines={"chunked": _baseline_forward} if plain else {},
             candidates=candidates("kda_forward"),
+            implementations=bounded,
             **common,
         ),
         KernelCase(
@@ -139,13 +141,20 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
             bytes=forward + 7 * row + 2 * gate + 8 * cells + 2 * states,
             baselines={"chunked": _baseline_forward_and_backward} if plain else {},
             candidates=candidates("kda_forward", "kda_backward"),
+            implementations=bounded,
             **common,
         ),
     ]
     if others:
-        for name, function in ((f"packed{label}", _packed), (f"unbounded{label}", _unbounded)):
+        for name, function, implementations in (
+            (f"packed{label}", _packed, bounded),
+            (f"unbounded{label}", _unbounded, ("xla", "mosaic_tpu")),
+        ):
             cases.append(
-                KernelCase(name=name, function=function, flops=flops, bytes=forward, **common)
+                KernelCase(
+                    name=name, function=function, flops=flops, bytes=forward,
+                    implementations=implementations, **common,
+                )  # fmt: skip
             )
     return cases
 

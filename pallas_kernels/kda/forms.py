@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import mosaic_tpu
+from pallas_kernels.kda import mosaic_gpu, mosaic_tpu
 from pallas_kernels.kda.activate import NORM_EPS, activate
 from pallas_kernels.kda.gate import KDAGate
 from pallas_kernels.kda.inputs import compute_dtype
@@ -143,9 +143,18 @@ def _kernel(kernel: Callable) -> Callable:
     return form
 
 
-_FORMS = {"xla": _xla, "mosaic_tpu": _kernel(mosaic_tpu.kda_mosaic_tpu)}
+_FORMS = {
+    "xla": _xla,
+    "mosaic_tpu": _kernel(mosaic_tpu.kda_mosaic_tpu),
+    "mosaic_gpu": _kernel(mosaic_gpu.kda_mosaic_gpu),
+}
 
 
 def limits(operands: Operands) -> dict[str, Callable[[], str | None]]:
     """Return what `choose_implementation` needs to know of a call."""
-    return {"mosaic_tpu": lambda: mosaic_tpu.unsupported(*operands.tokens)}
+    return {
+        "mosaic_tpu": lambda: mosaic_tpu.unsupported(*operands.tokens),
+        "mosaic_gpu": lambda: mosaic_gpu.unsupported(
+            *operands.tokens, log_decay_min=operands.log_decay_min
+        ),
+    }

@@ -7,8 +7,8 @@ Per chunk, with u = beta correction::
     d_q_start = d_output S^T, d_k_start = -d_v S^T, d_k_end = u dS'^T
 
 Each product of the forward pass decays its operands by `exp(M g)`. An operand x with the gradient
-dx of its decayed form adds `exp(M g) dx` to its own gradient and `M^T (x exp(M g) dx)` to that of g.
-The pair of a token with itself meets no decay, and is left out of both sides.
+dx of its decayed form adds `exp(M g) dx` to its own gradient, and `M^T (x exp(M g) dx)` to that of
+g. The pair of a token with itself meets no decay, and is left out of both sides.
 """
 
 from typing import Any, NamedTuple

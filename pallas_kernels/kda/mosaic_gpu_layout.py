@@ -1,4 +1,4 @@
-"""Rows of tokens as whole chunks: padding, marks of runs inside chunks, runs on chunk boundaries."""
+"""Rows of tokens as whole chunks: padding, marks of runs, runs on chunk boundaries."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -88,8 +88,8 @@ def num_parts(decay_dtype) -> int:
 
 def _kernel(
     q, k, log_decay, beta, marks, q_start, k_start, k_end, score_q, solve, total,
-    *, scale, q_blocks, k_blocks, decay, decay_parts, operands, zeros, total_block, beta_row, loaded,
-    decay_loaded, mark_rows=None,
+    *, scale, q_blocks, k_blocks, decay, decay_parts, operands, zeros, total_block, beta_row,
+    loaded, decay_loaded, mark_rows=None,
 ):  # fmt: skip
     row, head, chunk = (lax.axis_index(name) for name in ("row", "head", "chunk"))
     tokens = pl.ds(chunk * CHUNK, CHUNK)
@@ -158,7 +158,7 @@ def _kernel(
 
     @each_block
     def _(index):
-        reach, first, second, _ = views()
+        reach, first, *_ = views()
         decayed = jnp.exp(exponent(reach, parts(index)))
         if marks is not None:
             decayed = decayed * tiles.over_rows(mark_rows[2])
