@@ -152,9 +152,13 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
         ):
             cases.append(
                 KernelCase(
-                    name=name, function=function, flops=flops, bytes=forward,
-                    implementations=implementations, **common,
-                )  # fmt: skip
+                    name=name,
+                    function=function,
+                    flops=flops,
+                    bytes=forward,
+                    implementations=implementations,
+                    **common,
+                )
             )
     return cases
 
