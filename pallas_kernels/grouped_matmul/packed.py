@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import align_varying
+from pallas_kernels.grouped_matmul.bits import from_bits, to_bits
 from pallas_kernels.mxfp4 import GROUP, MXFP4
 from pallas_kernels.mxfp4.xla import decode_columns, stream_columns, stream_scales
 
@@ -196,7 +197,8 @@ def _by_tiles(
     num_rows = operands[0].shape[0]
     # The last tile may reach past the rows; with one group it starts at a multiple of a tile.
     spare = -num_rows % tile_rows if group_sizes.shape[0] == 1 else tile_rows
-    extend = lambda a: jnp.pad(a, ((0, spare), (0, 0))) if spare else a  # noqa: E731
+    extend = lambda a: to_bits(jnp.pad(a, ((0, spare), (0, 0))) if spare else a)  # noqa: E731
+    dtypes = [a.dtype for a in operands], [a.dtype for a in outputs]
     operands, outputs = jax.tree.map(extend, (operands, outputs))
     starts = jnp.cumsum(group_sizes) - group_sizes
     is_chosen = group_sizes > more_than
@@ -212,15 +214,20 @@ def _by_tiles(
 
             def of_tile(tile, outputs):
                 row = starts[group] + tile * tile_rows
-                rows = [lax.dynamic_slice_in_dim(a, row, tile_rows) for a in operands]
+                rows = [
+                    from_bits(lax.dynamic_slice_in_dim(a, row, tile_rows), dtype)
+                    for a, dtype in zip(operands, dtypes[0], strict=True)
+                ]
                 belongs = row + jnp.arange(tile_rows) < end
                 return tuple(
                     lax.dynamic_update_slice(
                         output,
-                        jnp.where(belongs[:, None], own, 0).astype(output.dtype),
+                        to_bits(jnp.where(belongs[:, None], own, 0).astype(dtype)),
                         (row, column),
                     )
-                    for output, own in zip(outputs, multiply(block, *rows), strict=True)
+                    for output, dtype, own in zip(
+                        outputs, dtypes[1], multiply(block, *rows), strict=True
+                    )
                 )
 
             num_tiles = (group_sizes[group] + tile_rows - 1) // tile_rows
@@ -229,7 +236,10 @@ def _by_tiles(
         return lax.fori_loop(0, blocks.number, of_block, outputs)
 
     outputs = lax.fori_loop(0, is_chosen.sum(), of_group, outputs)
-    return tuple(output[:num_rows] for output in outputs)
+    return tuple(
+        from_bits(output, dtype)[:num_rows]
+        for output, dtype in zip(outputs, dtypes[1], strict=True)
+    )
 
 
 def _row_by_row(columns_of_x, weights: MXFP4, group_sizes: jax.Array, output: jax.Array):

@@ -21,29 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import align_varying
+from pallas_kernels.grouped_matmul.bits import from_bits, to_bits
 from pallas_kernels.grouped_matmul.packed import packed_matmul
+from pallas_kernels.grouped_matmul.products import array_matmul
+from pallas_kernels.grouped_matmul.row_tiles import TILES
 from pallas_kernels.mxfp4 import MXFP4
 from pallas_kernels.mxfp8 import MXFP8
-
-
-@dataclasses.dataclass(frozen=True)
-class RowTiles:
-    """Rows of one tile: about the mean group size, within bounds.
-
-    Below `smallest` the accumulation of the matrices' gradients costs more than it saves, above
-    `largest` the partly filled last tiles do.
-    """
-
-    smallest: int
-    largest: int
-
-    def rows(self, num_rows: int, num_groups: int) -> int:
-        """Return the power of two at or above the mean group size, within the bounds."""
-        mean = -(-num_rows // num_groups)
-        return min(max(1 << (mean - 1).bit_length(), self.smallest), self.largest)
-
-
-TILES = RowTiles(smallest=32, largest=128)
 
 
 def grouped_matmul(
@@ -54,12 +37,14 @@ def grouped_matmul(
         x = x.dequantize(jnp.bfloat16)
     if isinstance(weights, MXFP4):
         return packed_matmul(x, weights, group_sizes)
-    return grouped_apply(_product, x, weights, group_sizes)
+    if x.dtype != weights.dtype:
+        return grouped_apply(_product, x, weights, group_sizes)
+    return array_matmul(x, weights, group_sizes)
 
 
 def grouped_glu(x, gate, up, group_sizes, activation) -> jax.Array:
     """See `pallas_kernels.grouped_matmul.grouped_glu`."""
-    if isinstance(gate, MXFP4):
+    if isinstance(gate, MXFP4) or x.dtype == jnp.bfloat16:
         a, b = (grouped_matmul(x, weights, group_sizes) for weights in (gate, up))
         return activation(a.astype(_precise(a)), b.astype(_precise(b))).astype(a.dtype)
 
@@ -116,21 +101,22 @@ def _plan(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> _Plan:
 
 
 def _extend(x: jax.Array, tile_rows: int) -> jax.Array:
-    """Append rows for the last tile to reach into."""
-    return jnp.pad(x, [(0, tile_rows)] + [(0, 0)] * (x.ndim - 1))
+    """Bits of x with rows for the last tile to reach into."""
+    return to_bits(jnp.pad(x, ((0, tile_rows), (0, 0))))
 
 
-def _tile(x: jax.Array, plan: _Plan, index: jax.Array, tile_rows: int) -> jax.Array:
+def _tile(x: jax.Array, plan: _Plan, index: jax.Array, tile_rows: int, dtype) -> jax.Array:
     """Return tile `index` [tile_rows, ...]; rows past its group, which may hold NaN, are 0."""
     start = plan.starts[index]
     belongs = start + jnp.arange(tile_rows) < plan.ends[index]
-    rows = lax.dynamic_slice_in_dim(x, start, tile_rows)
-    return jnp.where(belongs.reshape(-1, *(1,) * (x.ndim - 1)), rows, 0)
+    rows = jnp.where(belongs[:, None], lax.dynamic_slice_in_dim(x, start, tile_rows), 0)
+    return from_bits(rows, dtype).astype(jnp.promote_types(dtype, jnp.float32))
 
 
-def _of_group(parameters: Any, group: jax.Array) -> Any:
+def _of_group(parameters: Any, group: jax.Array, dtype) -> Any:
     def entry(leaf):
-        return lax.dynamic_index_in_dim(leaf, group, keepdims=False)
+        own = lax.dynamic_index_in_dim(to_bits(leaf), group, keepdims=False)
+        return from_bits(own, leaf.dtype).astype(dtype)
 
     return jax.tree.map(entry, parameters)
 
@@ -144,18 +130,18 @@ def _apply(function, x, parameters, group_sizes):
     extended = _extend(x, tile_rows)
 
     def result_of(index):
-        tile = _tile(extended, plan, index, tile_rows).astype(precise)
-        group = _of_group(parameters, plan.groups[index])
-        result = function(tile, jax.tree.map(lambda leaf: leaf.astype(precise), group))
+        tile = _tile(extended, plan, index, tile_rows, x.dtype)
+        result = function(tile, _of_group(parameters, plan.groups[index], precise))
         belongs = plan.starts[index] + jnp.arange(tile_rows) < plan.ends[index]
         return jnp.where(belongs[:, None], result, 0).astype(x.dtype)
 
     def step(index, output):
-        return lax.dynamic_update_slice_in_dim(output, result_of(index), plan.starts[index], 0)
+        own = to_bits(result_of(index))
+        return lax.dynamic_update_slice_in_dim(output, own, plan.starts[index], 0)
 
     width = jax.eval_shape(result_of, 0).shape[1]
-    output = jnp.zeros_like(x, shape=(num_rows + tile_rows, width))
-    return lax.fori_loop(0, plan.num_tiles, step, output)[:num_rows]
+    output = to_bits(jnp.zeros_like(x, shape=(num_rows + tile_rows, width)))
+    return from_bits(lax.fori_loop(0, plan.num_tiles, step, output), x.dtype)[:num_rows]
 
 
 def _apply_forward(function, x, parameters, group_sizes):
@@ -173,12 +159,12 @@ def _apply_backward(function, operands, d_output):
     def step(index, carry):
         d_x, d_parameters = carry
         group = plan.groups[index]
-        tile = _tile(extended, plan, index, tile_rows).astype(precise)
-        d_tile = _tile(d_extended, plan, index, tile_rows).astype(precise)
-        own = jax.tree.map(lambda leaf: leaf.astype(precise), _of_group(parameters, group))
-        _, transpose = jax.vjp(function, tile, own)
+        tile = _tile(extended, plan, index, tile_rows, x.dtype)
+        d_tile = _tile(d_extended, plan, index, tile_rows, x.dtype)
+        _, transpose = jax.vjp(function, tile, _of_group(parameters, group, precise))
         d_rows, d_own = transpose(d_tile)
-        d_x = lax.dynamic_update_slice_in_dim(d_x, d_rows.astype(x.dtype), plan.starts[index], 0)
+        d_rows = to_bits(d_rows.astype(x.dtype))
+        d_x = lax.dynamic_update_slice_in_dim(d_x, d_rows, plan.starts[index], 0)
 
         def accumulate(total, part):
             part += lax.dynamic_index_in_dim(total, group, keepdims=False)
@@ -192,7 +178,7 @@ def _apply_backward(function, operands, d_output):
     )
     d_x, d_parameters = lax.fori_loop(0, plan.num_tiles, step, carry)
     d_parameters = jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_parameters, parameters)
-    return d_x[:num_rows], d_parameters, None
+    return from_bits(d_x, x.dtype)[:num_rows], d_parameters, None
 
 
 _apply.defvjp(_apply_forward, _apply_backward)
