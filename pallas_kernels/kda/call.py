@@ -92,7 +92,7 @@ def kda(
     operands = Operands(
         q=q, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
         normalize_qk=normalize_qk,
-        log_decay_min=log_decay_min if gate is None else gate.lower_bound,
+        log_decay_min=log_decay_min,
     )  # fmt: skip
     per_run = num_segments is not None
     num_pieces = _choose_pieces(context_chunks, q, per_run or state_positions is not None)

@@ -39,6 +39,11 @@ class Operands:
         """In which the state is computed."""
         return compute_dtype(self.q, self.k, self.v)
 
+    @property
+    def decay_bound(self) -> float | None:
+        """The promise on the activated decay, that of a gate is its lower bound."""
+        return self.log_decay_min if self.gate is None else self.gate.lower_bound
+
     def map_tokens(self, function: Callable[[jax.Array], jax.Array]) -> "Operands":
         """Apply a function to each of the arrays."""
         names = ("q", "k", "v", "log_decay", "beta")
@@ -117,7 +122,7 @@ def _xla(operands, *, segment_ids, **options):
     return kda_xla(
         *operands.activated(segment_ids),
         segment_ids=segment_ids,
-        log_decay_min=operands.log_decay_min,
+        log_decay_min=operands.decay_bound,
         **options,
     )
 
@@ -132,7 +137,7 @@ def _kernel(kernel: Callable) -> Callable:
             None if gate is None else gate.A_log,
             None if gate is None else gate.dt_bias,
             segment_ids=segment_ids,
-            log_decay_min=operands.log_decay_min,
+            log_decay_min=operands.decay_bound,
             lower_bound=None if gate is None else gate.lower_bound,
             beta_logits=operands.beta_logits,
             normalize_qk=operands.normalize_qk,
@@ -155,6 +160,6 @@ def limits(operands: Operands) -> dict[str, Callable[[], str | None]]:
     return {
         "mosaic_tpu": lambda: mosaic_tpu.unsupported(*operands.tokens),
         "mosaic_gpu": lambda: mosaic_gpu.unsupported(
-            *operands.tokens, log_decay_min=operands.log_decay_min
+            *operands.tokens, log_decay_min=operands.decay_bound
         ),
     }
