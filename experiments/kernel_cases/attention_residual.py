@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from experiments.kernel_cases.case import KernelCase
-from pallas_kernels.attention_residual import mosaic_tpu
+from pallas_kernels.attention_residual import mosaic_gpu, mosaic_tpu
 
 _K3 = (8, 1, 8192, 7168)  # N, B, T, D
 _SMALL = (4, 2, 300, 256)
@@ -60,16 +60,20 @@ def _cases(size, shape, dtype):
     make_inputs = functools.partial(_arrays, shape, dtype)
     row_bytes = jnp.dtype(dtype).itemsize * shape[1] * shape[2] * shape[3]
     elements, rows = shape[1] * shape[2] * shape[3], shape[0] + 1
-    candidates = (
-        {
-            "attention_residual": tuple(
+    candidates = {}
+    if size == "k3":
+        candidates = {
+            "attention_residual_tpu": tuple(
                 mosaic_tpu.Tiles(forward_tokens=forward, backward_tokens=backward)
                 for forward, backward in ((64, 32), (128, 64), (256, 128))
-            )
+            ),
+            "attention_residual_gpu": tuple(
+                mosaic_gpu.GPUTiles(
+                    forward_tokens=forward, forward_stages=stages, backward_tokens=backward
+                )
+                for forward, stages, backward in ((4, 3, 32), (8, 2, 64), (8, 3, 64), (16, 4, 64))
+            ),
         }
-        if size == "k3"
-        else {}
-    )
     suffix = "" if dtype == jnp.bfloat16 else " float32"
     return [
         KernelCase(

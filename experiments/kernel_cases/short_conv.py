@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from experiments.kernel_cases.case import KernelCase
-from pallas_kernels.short_conv import mosaic_tpu
+from pallas_kernels.short_conv import mosaic_gpu, mosaic_tpu
 
 _K3 = (1, 8192, 96, 128)  # B, T, H, K
 _SMALL = (2, 300, 3, 128)
@@ -67,19 +67,24 @@ def _cases(size, shape, dtype, *, packed=False, label=""):
     num = shape[0] * shape[1] * shape[2] * shape[3]
     bytes_of_x = num * jnp.dtype(dtype).itemsize
     label += "" if dtype == jnp.bfloat16 else " float32"
-    candidates = (
-        {
-            "short_conv": tuple(
+    candidates = {}
+    if size == "k3":
+        candidates = {
+            "short_conv_tpu": tuple(
                 mosaic_tpu.Tiles(
                     forward_tokens=tokens, forward_heads=heads,
                     backward_tokens=tokens, backward_heads=heads,
                 )
                 for tokens, heads in ((128, 16), (256, 16), (512, 16), (128, 32), (256, 32))
-            )
-        }
-        if size == "k3"
-        else {}
-    )  # fmt: skip
+            ),
+            "short_conv_gpu": tuple(
+                mosaic_gpu.GPUTiles(
+                    forward_tokens=tokens, forward_heads=heads,
+                    backward_tokens=tokens, backward_heads=max(heads // 2, 1),
+                )
+                for tokens, heads in ((32, 4), (64, 2), (64, 4), (128, 2))
+            ),
+        }  # fmt: skip
     common = {
         "op": "short_conv",
         "size": size,

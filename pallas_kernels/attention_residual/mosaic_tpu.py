@@ -127,7 +127,7 @@ def _forward_kernel(
 def _forward(bank, current, query, count, most, eps):
     num_entries, batch, length, width = bank.shape
     most = count if isinstance(count, int) else most
-    tiles, size = choose_tiles("attention_residual", Tiles()), current.dtype.itemsize
+    tiles, size = choose_tiles("attention_residual_tpu", Tiles()), current.dtype.itemsize
     per_token = width * (6 * size + 4) + 6 * LANES * 4
     tokens = fit_tokens(tiles.forward_tokens, length, per_token, tiles.vmem_bytes)
     num_elements = batch * length * width
@@ -281,7 +281,7 @@ def _backward(
     reads = count if isinstance(count, int) else most
     accumulates = d_bank_so_far is not None
     writes = reads if accumulates else num_entries
-    tiles, size = choose_tiles("attention_residual", Tiles()), current.dtype.itemsize
+    tiles, size = choose_tiles("attention_residual_tpu", Tiles()), current.dtype.itemsize
     per_token = width * size * (reads + 12) + 6 * LANES * 4
     tokens = fit_tokens(tiles.backward_tokens, length, per_token, tiles.vmem_bytes)
     num_tiles, num_elements = pl.cdiv(length, tokens), batch * length * width

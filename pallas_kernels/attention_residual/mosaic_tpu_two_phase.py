@@ -47,7 +47,7 @@ def _bytes_per_token(bank: jax.Array, num_queries: int) -> int:
 def unsupported(bank: jax.Array, queries: jax.Array) -> str | None:
     """Why the first phase does not take these arguments, or None."""
     needed = GROUP * _bytes_per_token(bank, queries.shape[0])
-    budget = choose_tiles("attention_residual_two_phase", TwoPhaseTiles()).vmem_bytes
+    budget = choose_tiles("attention_residual_two_phase_tpu", TwoPhaseTiles()).vmem_bytes
     if queries.shape[0] > LANES or needed > budget:
         return (
             f"Q={queries.shape[0]} queries of D={queries.shape[1]} take {needed >> 20} MiB; "
@@ -106,7 +106,7 @@ def _block(bank, queries, count, eps):
     num_entries, batch, length, width = bank.shape
     most = count if isinstance(count, int) else num_entries
     num_queries, per_token = queries.shape[0], _bytes_per_token(bank, queries.shape[0])
-    tiles = choose_tiles("attention_residual_two_phase", TwoPhaseTiles())
+    tiles = choose_tiles("attention_residual_two_phase_tpu", TwoPhaseTiles())
     tokens = fit_tokens(tiles.block_tokens, length, per_token, tiles.vmem_bytes)
     num_elements = batch * length * width
     call = call_with_count(
@@ -179,7 +179,7 @@ def _merge_kernel(index, weighted_ref, softmax_ref, current_ref, query_ref, mixe
 def _merge(weighted, maximum, total, current, query, index, eps):
     batch, length, width = current.shape
     tiles, size = (
-        choose_tiles("attention_residual_two_phase", TwoPhaseTiles()),
+        choose_tiles("attention_residual_two_phase_tpu", TwoPhaseTiles()),
         current.dtype.itemsize,
     )
     per_token = width * (8 + 4 * size) + 8 * LANES

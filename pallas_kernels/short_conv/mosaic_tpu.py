@@ -181,7 +181,7 @@ def _fetches(grid) -> int:
 
 
 def _forward(x, weight, kinds, initial_state):
-    tiles = choose_tiles("short_conv", Tiles())
+    tiles = choose_tiles("short_conv_tpu", Tiles())
     tokens, heads, grid = _sizes(x, tiles.forward_tokens, tiles.forward_heads)
     batch, length, num_heads, width = x.shape
     taps = weight.shape[0]
@@ -307,7 +307,7 @@ def _backward_kernel(*refs, has_kinds, num_tiles):
 
 
 def _backward(x, weight, kinds, initial_state, d_output):
-    tiles = choose_tiles("short_conv", Tiles())
+    tiles = choose_tiles("short_conv_tpu", Tiles())
     tokens, heads, grid = _sizes(x, tiles.backward_tokens, tiles.backward_heads)
     batch, length, num_heads, width = x.shape
     taps, num_tiles = weight.shape[0], grid[2]

@@ -43,3 +43,28 @@ def assert_as_definition(mode, operands, cotangents, count, *, traced=False):
     )
     num_entries = operands[0].shape[0]
     assert not np.any(d_bank[count:]) and not np.any(probabilities[..., count:num_entries])
+
+
+def assert_as_definition_in_a_chain(mode, operands, d_mixed, count, *, traced, most):
+    """Compare two mixtures of one bank, the second's from the first's result, changed between."""
+
+    def function(implementation, bank, current, query):
+        def run(count):
+            def mix(bank, current, query):
+                return attention_residual(
+                    bank, current, query, count, eps=1e-5, most=most, return_bank=True,
+                    implementation=implementation,
+                )  # fmt: skip
+
+            first, _, bank_after = mix(bank, current, query)
+            second, _, _ = mix(bank_after.at[0].multiply(0.5), first, 2 * query)
+            return first + second
+
+        return (jax.jit(run)(count) if traced else run(count),)
+
+    def spoil(operands, cotangents):
+        bank, *others = operands
+        return (bank.at[count:].set(jnp.nan), *others), cotangents
+
+    _, d_bank, *_ = assert_kernel_as_definition(mode, function, operands, (d_mixed,), spoil=spoil)
+    assert not np.any(d_bank[count:])

@@ -6,7 +6,11 @@ from pallas_kernels import attention_residual, interpreted
 from pallas_kernels.attention_residual import mosaic_gpu
 from pallas_kernels.attention_residual.mosaic_gpu import GPUTiles
 from pallas_kernels.tiles import with_tiles
-from tests.kernels.attention_residual_cases import assert_as_definition, make_operands
+from tests.kernels.attention_residual_cases import (
+    assert_as_definition,
+    assert_as_definition_in_a_chain,
+    make_operands,
+)
 
 SMALL = GPUTiles(forward_tokens=3, forward_stages=2, backward_tokens=3)
 
@@ -41,6 +45,14 @@ def test_rows_that_do_not_fit_shared_memory_are_read_twice(monkeypatch):
 def test_threads_do_not_race():
     with small_tiles():
         assert_as_definition("gpu_races", *make_operands(2, 1, 5, 128), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "count", "traced"), [("gpu", 1, True), ("gpu_races", 2, False)])
+def test_gradients_of_a_bank_used_twice_are_added_up(mode, count, traced):
+    operands, (d_mixed, _) = make_operands(3, 1, 4, 256)
+    with small_tiles():
+        assert_as_definition_in_a_chain(mode, operands, d_mixed, count, traced=traced, most=2)
 
 
 def test_unsupported_operands_are_refused():

@@ -7,14 +7,18 @@ import pytest
 from pallas_kernels import attention_residual, choices_made, interpreted
 from pallas_kernels.attention_residual.mosaic_tpu import Tiles
 from pallas_kernels.tiles import with_tiles
-from tests.kernels.attention_residual_cases import assert_as_definition, make_operands
+from tests.kernels.attention_residual_cases import (
+    assert_as_definition,
+    assert_as_definition_in_a_chain,
+    make_operands,
+)
 from tests.kernels.traffic import count_traffic
 
 SMALL = Tiles(forward_tokens=32, backward_tokens=16)
 
 
 def small_tiles():
-    return with_tiles(attention_residual=SMALL)
+    return with_tiles(attention_residual_tpu=SMALL)
 
 
 def test_odd_sizes_are_right():
@@ -68,6 +72,36 @@ def test_traffic_is_as_estimated_and_every_row_is_read_once(count):
     assert forward == (count + 2) * row + statistics + 4 * 384
     d_query = 4 * 384 * 2 * 3  # one sum per tile of tokens
     assert backward == (count + 2 + 4 + 1) * row + 2 * statistics + 4 * 384 + d_query
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "count", "traced"),
+    [("tpu", 0, True), ("tpu", 1, True), ("tpu", 2, False), ("tpu_poisoned", 1, True)],
+)
+def test_gradients_of_a_bank_used_twice_are_added_up(mode, count, traced):
+    operands, (d_mixed, _) = make_operands(3, 1, 37, 256)
+    with small_tiles():
+        assert_as_definition_in_a_chain(mode, operands, d_mixed, count, traced=traced, most=2)
+
+
+def test_accumulated_gradients_move_only_what_exists():
+    (bank, current, query), (d_mixed, _) = make_operands(6, 1, 37, 256, "bfloat16")
+
+    def run(bank, current, query, d_bank):
+        def mix(*operands):
+            mixed, _, bank = attention_residual(
+                *operands, 2, eps=1e-5, return_bank=True, implementation="mosaic_tpu"
+            )
+            return mixed, bank
+
+        return jax.vjp(mix, bank, current, query)[1]((d_mixed, d_bank))
+
+    with interpreted("tpu"):
+        _, backward = count_traffic(run, bank, current, query, bank)
+    assert backward.bytes == backward.cost_estimate.bytes_accessed
+    rows = 2 + 2 + 2 + 3  # bank, gradients so far in and out; current, its gradient, d_mixed
+    assert backward.bytes == rows * 2 * current.size + 2 * 37 * 512 + 2 * 4 * 256
 
 
 def test_unsupported_operands_are_refused_or_left_to_xla():

@@ -20,7 +20,7 @@ SMALL = Tiles(forward_tokens=128, forward_heads=8, backward_tokens=128, backward
 
 
 def small_tiles():
-    return with_tiles(short_conv=SMALL)
+    return with_tiles(short_conv_tpu=SMALL)
 
 
 def test_padding_anywhere_and_several_tiles_are_right():

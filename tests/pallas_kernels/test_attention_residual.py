@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import attention_residual
+from pallas_kernels.attention_residual import xla
 from tests.pallas_kernels.compare import (
     DATA,
     REPLICATED,
@@ -41,6 +42,38 @@ def test_attention_residual_in_bfloat16_matches_definition():
 
     (mixed, probabilities), _ = assert_matches_definition(op, (BANK, CURRENT, QUERY), "bfloat16")
     assert mixed.dtype == jnp.bfloat16 and probabilities.dtype == jnp.float32
+
+
+def test_attention_residual_by_short_products_is_as_exact(monkeypatch):
+    """Accelerators multiply bfloat16 rows with the query in three bfloat16 parts."""
+    monkeypatch.setattr(xla, "_is_short", lambda rows: True)
+
+    def op(implementation, bank, current, query):
+        return attention_residual(bank, current, query, 4, eps=1e-5, implementation=implementation)
+
+    query = np.asarray(jnp.asarray(QUERY, jnp.bfloat16)) / 3  # more bits than bfloat16 has
+    operands = (jnp.asarray(BANK, jnp.bfloat16), jnp.asarray(CURRENT, jnp.bfloat16))
+    _, probabilities = op("xla", *operands, jnp.float32(query))
+    _, expected = op("reference", *operands, jnp.float32(query))
+    assert_close(probabilities, expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_attention_residual_returns_the_bank_and_looks_at_no_more_than_most(implementation):
+    bank = jnp.float32(BANK).at[3:].set(jnp.nan)
+
+    @jax.jit
+    def run(count):
+        return attention_residual(
+            bank, jnp.float32(CURRENT), jnp.float32(QUERY), count, eps=1e-5, most=3,
+            return_bank=True, implementation=implementation,
+        )  # fmt: skip
+
+    mixed, probabilities, same = run(2)
+    assert np.isfinite(mixed).all() and probabilities.shape == (B, T, N + 1)
+    np.testing.assert_array_equal(same, bank)
+    with pytest.raises(ValueError, match=r"most=6 is outside 0\.\.5"):
+        attention_residual(bank, jnp.float32(CURRENT), jnp.float32(QUERY), 2, eps=1e-5, most=6)
 
 
 def test_attention_residual_of_large_rows_matches_definition():
