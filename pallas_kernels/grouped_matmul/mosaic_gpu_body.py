@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_plan import (
+    ALIGNED,
     CONSUMERS,
     DEPTH,
     Ring,
@@ -175,7 +176,6 @@ class RowBody:
                 there = output.at[pl.ds(start, part_rows), columns]
                 plgpu.copy_smem_to_gmem(whole.at[number], there)
 
-        # Copies have static sizes: any number of rows is a sum of powers of two.
         @pl.when(jnp.logical_not(is_whole) & (last > first))
         def _():
             parted = self.smem["parted_smem"].at[self.warpgroup]
@@ -183,14 +183,16 @@ class RowBody:
             for number, result in enumerate(results):
                 store_untiled(parted.at[number], result)
             plgpu.commit_smem()
-            count, row, size = last - first, first, part_rows // 2
-            while size:
 
-                @pl.when(count & size != 0)
-                def _(row=row, size=size):
-                    for number, output in enumerate(self.outputs):
-                        there = output.at[pl.ds(start + row, size), columns]
-                        plgpu.copy_smem_to_gmem(parted.at[number, pl.ds(row, size)], there)
+            def copy(row, size):
+                for number, output in enumerate(self.outputs):
+                    there = output.at[pl.ds(start + row, size), columns]
+                    plgpu.copy_smem_to_gmem(parted.at[number, pl.ds(row, size)], there)
 
-                row = row + (count & size)
-                size //= 2
+            # Row by row up to the next multiple of 8, then 8 rows at a time, then what is left.
+            begin = jnp.minimum(lax.div(first + (ALIGNED - 1), jnp.int32(ALIGNED)) * ALIGNED, last)
+            num_blocks = lax.div(last - begin, jnp.int32(ALIGNED))
+            end = begin + num_blocks * ALIGNED
+            loop(begin, lambda row: copy(row, 1), first)
+            loop(num_blocks, lambda i: copy(begin + i * ALIGNED, ALIGNED))
+            loop(last, lambda row: copy(row, 1), end)

@@ -1,8 +1,9 @@
 """The Hopper kernel for gradients of matrices: rows of a group, transposed, times other rows of it.
 
-The contraction runs over the rows of a group, 64 at a time from its beginning on. The last rows
-of a group are read from copies [E, 64, ...] in which what lies past the group is 0, so that rows
-of other groups or of none, which may be NaN, take no part and nothing is masked in the kernel.
+The contraction runs over the rows of a group in blocks of 64, of which the first begins with up to
+7 rows of the group before (see `mosaic_gpu_plan`). The first and the last block of a group are read
+from copies [E, 2, 64, ...] in which all rows but those of the group are 0, so that rows of other
+groups or of none, which may be NaN, take no part and nothing is masked in the kernel.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_plan import (
+    ALIGNED,
     CONSUMERS,
     DEPTH,
     SHARED_BYTES,
@@ -64,17 +66,20 @@ def multiply_groups(x: jax.Array, y: jax.Array, group_sizes: jax.Array, dtype) -
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     width, num_columns = x.shape[1], y.shape[1]
     padded_width, padded_columns = round_up(width, _ROWS), round_up(num_columns, 64)
-    padded_rows = max(num_rows, DEPTH)
-    x = pad_to(x, d0=padded_rows, d1=padded_width)
-    y = pad_to(y, d0=padded_rows, d1=padded_columns)
+    x, y = pad_to(x, d1=padded_width), pad_to(y, d1=padded_columns)
     ends = jnp.cumsum(group_sizes)
-    starts = ends - group_sizes
-    last_rows = (starts + group_sizes // DEPTH * DEPTH)[:, None] + jnp.arange(DEPTH)
-    belongs = (last_rows < ends[:, None])[..., None]
-    last_rows = jnp.minimum(last_rows, padded_rows - 1)
-    x_last, y_last = (jnp.where(belongs, a[last_rows], 0) for a in (x, y))
-    call = _Call(tiles, padded_rows, padded_width, padded_columns, num_groups, jnp.dtype(dtype))
-    result = call.kernel()(starts, group_sizes, x, y, x_last, y_last)
+    aligned = (ends - group_sizes) // ALIGNED * ALIGNED
+    num_blocks = jnp.where(group_sizes > 0, (ends - aligned + DEPTH - 1) // DEPTH, 0)
+    # Rows of the first and the last block of each group.
+    begins = jnp.stack([aligned, aligned + (num_blocks - 1) * DEPTH], axis=1)
+    edge_rows = begins[..., None] + jnp.arange(DEPTH)
+    is_own = (edge_rows >= (ends - group_sizes)[:, None, None]) & (edge_rows < ends[:, None, None])
+    x_edges, y_edges = (
+        jnp.where(is_own[..., None], a.at[edge_rows].get(mode="clip"), 0) for a in (x, y)
+    )
+    call = _Call(tiles, num_rows, padded_width, padded_columns, num_groups, jnp.dtype(dtype))
+    plan = aligned.astype(jnp.int32), num_blocks.astype(jnp.int32)
+    result = call.kernel()(*plan, pad_to(x, d0=DEPTH), pad_to(y, d0=DEPTH), x_edges, y_edges)
     return result[:, :width, :num_columns]
 
 
@@ -106,7 +111,7 @@ class _Call:
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         }
-        rows = self.num_rows + self.num_groups * DEPTH
+        rows = self.num_rows + 2 * self.num_groups * DEPTH
         matrices = self.num_groups * self.width * self.num_columns
         cost = pl.CostEstimate(
             flops=2 * rows * self.width * self.num_columns,
@@ -129,7 +134,7 @@ class _Call:
 
 
 def _run(
-    call: _Call, num_slots: int, chunk: int, starts, sizes, x, y, x_last, y_last, result, *,
+    call: _Call, num_slots: int, chunk: int, starts, num_blocks, x, y, x_edges, y_edges, result, *,
     x_smem, y_smem, result_smem, full, empty,
 ):  # fmt: skip
     ring = Ring(num_slots, full, empty)
@@ -144,14 +149,13 @@ def _run(
             item = lax.div(item, jnp.int32(num_across))
             row = lax.rem(item, jnp.int32(num_down)) * _ROWS
             group = lax.div(item, jnp.int32(num_down))
-            steps = lax.div(sizes[group] + (DEPTH - 1), jnp.int32(DEPTH))
+            steps = num_blocks[group]
             visit(group, row, column, step, steps)
             return step + steps
 
         return lax.fori_loop(0, num_mine, of_item, jnp.int32(0))
 
     def load_tile(group, row, column, first_step, steps):
-        num_whole = lax.div(sizes[group], jnp.int32(DEPTH))
         start = starts[group]
 
         def load(x, y, slot):
@@ -162,14 +166,17 @@ def _run(
         def load_step(i):
             slot = ring.wait_empty(first_step + i)
 
-            @pl.when(i < num_whole)
+            is_edge = (i == 0) | (i == steps - 1)
+
+            @pl.when(is_edge)
+            def _():
+                edge = lax.select(i == 0, jnp.int32(0), jnp.int32(1))
+                load(x_edges.at[group, edge], y_edges.at[group, edge], slot)
+
+            @pl.when(jnp.logical_not(is_edge))
             def _():
                 here = pl.ds(start + i * DEPTH, DEPTH)
                 load(x.at[here], y.at[here], slot)
-
-            @pl.when(i >= num_whole)
-            def _():
-                load(x_last.at[group], y_last.at[group], slot)
 
         loop(steps, load_step)
 

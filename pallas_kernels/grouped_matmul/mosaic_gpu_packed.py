@@ -23,6 +23,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_plan import (
     column_numbers,
     load_tiled,
     load_vector,
+    loadable_rows,
     loop,
     matrix_in_smem,
     pad_to,
@@ -65,7 +66,7 @@ def multiply_packed(
     # Codes come in blocks of 64 bytes, 128 input columns; output columns in tiles.
     half = round_up(width // 2, DEPTH if not products.transposed else tiles.least_columns)
     padded_columns = round_up(num_columns, 64 * CONSUMERS)
-    padded_rows = max(num_rows, tiles.rows)
+    loadable = loadable_rows(num_rows, tiles.rows)
     codes = [pad_to(w.codes, d1=padded_columns, d2=half) for w in matrices]
     scales = [
         pad_to(jnp.swapaxes(w.scales, 1, 2), d1=half // BYTES, d2=padded_columns) for w in matrices
@@ -75,18 +76,18 @@ def multiply_packed(
     else:
         call_type, sizes = _ProductCall, (half, padded_columns)
         rows = tuple(part for x in rows for part in (x[:, 0::2], x[:, 1::2]))
-    rows = tuple(pad_to(x, d0=padded_rows, d1=sizes[0]) for x in rows)
-    extras = tuple(pad_to(x, d0=padded_rows, d1=padded_columns) for x in extras)
+    rows = tuple(pad_to(x, d0=loadable, d1=sizes[0]) for x in rows)
+    extras = tuple(pad_to(x, d0=loadable, d1=padded_columns) for x in extras)
     if products.transposed:  # even and odd columns
         products = dataclasses.replace(products, num_outputs=2)
     call = call_type(
-        products, tiles, padded_rows, *sizes, num_groups, jnp.dtype(jnp.bfloat16), len(extras)
+        products, tiles, num_rows, *sizes, num_groups, jnp.dtype(jnp.bfloat16), len(extras)
     )
     results = call.run(group_sizes, rows, [*codes, *scales], extras)
     if products.transposed:
-        columns = jnp.stack([result[:num_rows] for result in results], axis=-1)
+        columns = jnp.stack(results, axis=-1)
         return (columns.reshape(num_rows, -1)[:, :width],)
-    return tuple(result[:num_rows, :num_columns] for result in results)
+    return tuple(result[:, :num_columns] for result in results)
 
 
 @dataclasses.dataclass(frozen=True)

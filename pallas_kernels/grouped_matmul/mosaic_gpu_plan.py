@@ -1,8 +1,10 @@
 """What the Hopper kernels of grouped products share: tiles of rows, shared memory, spellings.
 
-Tile i holds rows of one group, from the beginning of the group on. It is loaded as a whole, but
-never past the last row of the array: the last tiles begin earlier, and own fewer of their rows.
-Only own rows are stored. Rows past the last group are tiles of one more group, without products.
+Copies between main memory and the swizzled memory that wgmma reads move blocks of 8 rows, and can
+begin only at every eighth row (a block that begins elsewhere is cut off). The first tile of a group
+therefore begins with up to 7 rows of the group before. All rows of a tile are loaded, zeros past
+the end of the array; rows of its group, its own, are stored. Rows past the last group are tiles of
+one more group, without products.
 """
 
 import dataclasses
@@ -22,6 +24,9 @@ SHARED_BYTES = 227 * 1024 - 4096
 # Columns of a block in shared memory: 128 bytes of bfloat16, the widest swizzle.
 DEPTH = 64
 
+# Rows that copies move together.
+ALIGNED = 8
+
 # Warpgroups of a block: two multiply, and one loads.
 CONSUMERS = 2
 
@@ -35,8 +40,9 @@ class RowPlan:
 
     Attributes:
         groups: of each tile; the number of groups for rows of no group.
-        starts: first row that is loaded.
-        firsts, lasts: own rows, counted from `starts`; `lasts` is exclusive.
+        starts: first row, a multiple of 8.
+        firsts: first own row, counted from `starts`.
+        lasts: the row after the last own one.
         num_tiles: [1].
     """
 
@@ -52,27 +58,36 @@ def plan_rows(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> RowPlan:
 
     Args:
         group_sizes: int32 [E].
-        num_rows: at least `tile_rows`.
+        num_rows: of all groups, and of none.
         tile_rows: rows of a tile.
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.append(group_sizes, num_rows - group_sizes.sum()).astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    tiles_per_group = (sizes + tile_rows - 1) // tile_rows
+    aligned = (ends - sizes) // ALIGNED * ALIGNED
+    tiles_per_group = jnp.where(sizes > 0, (ends - aligned + tile_rows - 1) // tile_rows, 0)
     tile_ends = jnp.cumsum(tiles_per_group)
-    tiles = jnp.arange(num_rows // tile_rows + num_groups + 1)
+    most = (num_rows + (num_groups + 1) * (tile_rows + ALIGNED)) // tile_rows
+    tiles = jnp.arange(most)
     groups = jnp.minimum(jnp.searchsorted(tile_ends, tiles, side="right"), num_groups)
     rank = tiles - (tile_ends - tiles_per_group)[groups]  # of the tile within its group
-    firsts = (ends - sizes)[groups] + rank * tile_rows
-    starts = jnp.clip(firsts, 0, num_rows - tile_rows)
-    lasts = jnp.minimum(ends[groups], firsts + tile_rows)
-    fields = groups, starts, firsts - starts, lasts - starts, tile_ends[-1:]
+    starts = aligned[groups] + rank * tile_rows
+    firsts = jnp.maximum((ends - sizes)[groups] - starts, 0)
+    lasts = jnp.minimum(ends[groups] - starts, tile_rows)
+    fields = groups, starts, firsts, lasts, tile_ends[-1:]
     return RowPlan(*(field.astype(jnp.int32) for field in fields))
 
 
+def loadable_rows(num_rows: int, tile_rows: int) -> int:
+    """Rows that an array must have, with those appended, for its last tile to be loaded."""
+    if _knows_layouts():
+        return round_up(max(num_rows, tile_rows), ALIGNED)
+    return num_rows + tile_rows  # the interpreter of jax 0.10 refuses to read past the end
+
+
 def pad_to(array: jax.Array, **sizes: int) -> jax.Array:
-    """Append zeros to the dimensions `d0`, `d1`, ... until they have these sizes."""
-    missing = [sizes.get(f"d{d}", size) - size for d, size in enumerate(array.shape)]
+    """Append zeros to the dimensions `d0`, `d1`, ... until they have at least these sizes."""
+    missing = [max(sizes.get(f"d{d}", 0) - size, 0) for d, size in enumerate(array.shape)]
     if not any(missing):
         return array
     return jnp.pad(array, [(0, width) for width in missing])
@@ -120,9 +135,9 @@ def store_untiled(ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def loop(count: jax.Array, step) -> None:
-    """Call `step(i)` for i below `count`."""
-    lax.fori_loop(0, count, lambda i, _: step(i), None)
+def loop(count: jax.Array, step, first=0) -> None:
+    """Call `step(i)` for i from `first` on below `count`."""
+    lax.fori_loop(first, count, lambda i, _: step(i), None)
 
 
 def share_of_block(num_items: jax.Array, num_blocks: int) -> jax.Array:

@@ -21,6 +21,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_plan import (
     SHARED_BYTES,
     fitting_width,
     kernel,
+    loadable_rows,
     matrix_in_smem,
     pad_to,
     plan_rows,
@@ -110,20 +111,20 @@ def multiply_rows(
         "grouped_few_rows_gpu" if is_few else "grouped_rows_gpu",
         FEW_TILES if is_few else RowTiles(),
     )
-    padded_rows = max(num_rows, tiles.rows)
+    loadable = loadable_rows(num_rows, tiles.rows)
     padded_width = round_up(width, DEPTH)
     padded_columns = round_up(num_columns, tiles.least_columns)
-    rows = tuple(pad_to(x, d0=padded_rows, d1=padded_width) for x in rows)
-    extras = tuple(pad_to(x, d0=padded_rows, d1=padded_columns) for x in extras)
+    rows = tuple(pad_to(x, d0=loadable, d1=padded_width) for x in rows)
+    extras = tuple(pad_to(x, d0=loadable, d1=padded_columns) for x in extras)
     sizes = padded_columns, padded_width
     sizes = sizes if products.transposed else sizes[::-1]
     matrices = tuple(pad_to(w, d1=sizes[0], d2=sizes[1]) for w in matrices)
     call = RowCall(
-        products, tiles, padded_rows, padded_width, padded_columns, num_groups, jnp.dtype(dtype),
+        products, tiles, num_rows, padded_width, padded_columns, num_groups, jnp.dtype(dtype),
         len(extras),
     )  # fmt: skip
     results = call.run(group_sizes, rows, matrices, extras)
-    return tuple(result[:num_rows, :num_columns] for result in results)
+    return tuple(result[:, :num_columns] for result in results)
 
 
 @dataclasses.dataclass(frozen=True)

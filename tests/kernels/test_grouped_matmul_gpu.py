@@ -23,7 +23,7 @@ TILES = {
     "grouped_rows_gpu": RowTiles(columns=64, stages=2, blocks=1),
     "grouped_few_rows_gpu": RowTiles(rows=64, columns=128, stages=3, blocks=1),
     "grouped_packed_gpu": RowTiles(columns=64, stages=2, chunk=64, blocks=1),
-    "grouped_few_packed_gpu": RowTiles(rows=64, columns=128, stages=3, chunk=64, blocks=1),
+    "grouped_few_packed_gpu": RowTiles(rows=64, columns=64, stages=3, chunk=64, blocks=1),
     "grouped_matrices_gpu": MatrixTiles(columns=64, stages=2, chunk=64, blocks=1),
 }
 TWO_BLOCKS = {name: dataclasses.replace(tiles, blocks=2) for name, tiles in TILES.items()}
@@ -71,14 +71,14 @@ def gated(sizes):
 
 
 def test_product_and_gradients_match_definition():
-    sizes = (130, 0, 7)
-    compare(product(sizes), normal(0, 143, 72), [normal(1, 3, 72, 40)], sizes)
+    sizes = (130, 7)
+    compare(product(sizes), normal(0, 143, 72), [normal(1, 2, 72, 40)], sizes)
 
 
 @pytest.mark.slow
 def test_gated_product_and_gradients_match_definition():
-    sizes = (0, 140, 9)
-    compare(gated(sizes), normal(0, 150, 40), [normal(n, 3, 40, 72) / 6 for n in (1, 2)], sizes)
+    sizes = (140, 9)
+    compare(gated(sizes), normal(0, 150, 40), [normal(n, 2, 40, 72) / 6 for n in (1, 2)], sizes)
 
 
 @pytest.mark.slow
@@ -118,12 +118,12 @@ def test_packed_product_matches_definition():
 
 @pytest.mark.slow
 def test_packed_products_and_gradients_match_definition():
-    sizes = (130, 0, 5, 20)
-    gate, up = packed(1, 4, 160, 136), packed(2, 4, 160, 136)
+    sizes = (130, 25)
+    gate, up = packed(1, 2, 160, 136), packed(2, 2, 160, 136)
     compare(of_packed(product(sizes), gate), normal(0, 160, 160), [], sizes)
     compare(of_packed(gated(sizes), gate, up), normal(0, 160, 160), [], sizes, tiles=TWO_BLOCKS)
-    few = (3, 0, 20, 5)
-    compare(of_packed(gated(few), gate, up), normal(0, 31, 160), [], few)
+    few = (3, 20)
+    compare(of_packed(gated(few), gate, up), normal(0, 26, 160), [], few)
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_mxfp8_rows_match_definition():
 
 @pytest.mark.slow
 def test_kernels_have_no_races():
-    sizes = (130, 0, 7)
-    weights = [normal(n, 3, 64, 64) / 8 for n in (1, 2)]
+    sizes = (130, 7)
+    weights = [normal(n, 2, 64, 64) / 8 for n in (1, 2)]
     compare(gated(sizes), normal(0, 140, 64), weights, sizes, mode="gpu_races")
     few = of_packed(product((3, 9)), packed(1, 2, 128, 128))
     compare(few, normal(0, 12, 128), [], (3, 9), mode="gpu_races")
@@ -170,6 +170,7 @@ def test_plan_multiplies_few_rows_more_than_there_are():
     assert (np.asarray(plan.groups[:num_tiles]) < 28).all()
     assert num_tiles * 128 <= 1.05 * 131072
     own = plan.lasts[:num_tiles] - plan.firsts[:num_tiles]
+    assert not np.any(plan.starts[:num_tiles] % 8)  # interpreted kernels do not depend on it
     assert int(own.sum()) == 131072 and int(own.min()) > 0
 
 
