@@ -7,12 +7,13 @@ from k3jax import ops
 from k3jax.config import K3Config
 from k3jax.nn.initializers import Normal
 from k3jax.nn.parameters import weight
+from pallas_kernels import SituGLU
 
 
 def gated_activation(cfg: K3Config):
     """The model's act(gate, up)."""
     if cfg.activation == "situ":
-        return lambda a, b: ops.situ(a, b, cfg.situ_beta, cfg.situ_linear_beta)
+        return SituGLU(cfg.situ_beta, cfg.situ_linear_beta)
     return ops.swiglu
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import SituGLU
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """W * cast(x / sqrt(mean(x^2) + eps)) over the last dimension.
@@ -31,10 +33,7 @@ def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float | None)
         beta: b1.
         linear_beta: b2; None leaves b as it is.
     """
-    a, b = gate.astype(jnp.float32), up.astype(jnp.float32)
-    if linear_beta is not None:
-        b = linear_beta * jnp.tanh(b / linear_beta)
-    return (beta * jnp.tanh(a / beta) * jax.nn.sigmoid(a) * b).astype(gate.dtype)
+    return SituGLU(beta, linear_beta)(gate, up)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

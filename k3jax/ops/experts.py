@@ -10,6 +10,7 @@ import meshes
 import pallas_kernels
 from k3jax.precision import matmul_precision
 from pallas_kernels import MXFP4
+from pallas_kernels.grouped_matmul import choose
 
 
 def select_experts(
@@ -62,6 +63,15 @@ def routed_experts(
     batch, tokens, _ = meshes.spec_of(x)
     row = P(batch, tokens, None)
 
+    def expert(rows, matrices):  # the whole expert at once: no hidden activation is stored
+        gate, up, down = matrices
+        precision = matmul_precision(rows.dtype)
+        hidden = activation(
+            jnp.matmul(rows, gate, precision=precision),
+            jnp.matmul(rows, up, precision=precision),
+        )
+        return jnp.matmul(hidden, down, precision=precision)
+
     def run(x, ids, weights, real, gate, up, down):
         shape = x.shape
         num_experts, routes = gate.shape[0], ids.shape[-1]
@@ -74,25 +84,14 @@ def routed_experts(
         dtype = rows.dtype
         sizes = plan["group_sizes"]
 
-        def expert(rows, matrices):  # the whole expert at once: no hidden activation is stored
-            gate, up, down = matrices
-            precision = matmul_precision(dtype)
-            hidden = activation(
-                jnp.matmul(rows, gate, precision=precision),
-                jnp.matmul(rows, up, precision=precision),
-            )
-            return jnp.matmul(hidden, down, precision=precision)
-
         matrices = (gate, up, down)
         is_packed = any(isinstance(w, MXFP4) for w in matrices)
         matrices = tuple(w if isinstance(w, MXFP4) else w.astype(dtype) for w in matrices)
-        if dtype == jnp.float32 and not is_packed:
+        has_kernel = choose("grouped_glu", None, rows, *matrices[:2]) != "xla"
+        if dtype == jnp.float32 and not is_packed and not has_kernel:
             out = pallas_kernels.grouped_apply(expert, rows, matrices, sizes)
         else:  # the release rounds the hidden activation to the model's type
-            hidden = activation(
-                pallas_kernels.grouped_matmul(rows, matrices[0], sizes),
-                pallas_kernels.grouped_matmul(rows, matrices[1], sizes),
-            )
+            hidden = pallas_kernels.grouped_glu(rows, *matrices[:2], sizes, activation=activation)
             out = pallas_kernels.grouped_matmul(hidden, matrices[2], sizes)
         with jax.named_scope("combine"):
             return combine(out, weights.reshape(-1, routes), plan).reshape(shape)
