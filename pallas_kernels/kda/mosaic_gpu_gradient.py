@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kda import mosaic_gpu_cost as cost
 from pallas_kernels.kda import mosaic_gpu_tiles as tiles
 from pallas_kernels.kda.mosaic_gpu_prepare import exponent, num_parts, store_parts
 from pallas_kernels.kda.mosaic_gpu_states import blocks, copy
@@ -74,10 +75,13 @@ def run_gradients(
         marks, refs = (refs[0], refs[1:]) if has_marks else (None, refs)
         _kernel(q, k, log_decay, beta, marks, *refs, scale=scale, **scratch)
 
-    kernel = plgpu.kernel(
-        body, out_type=results, scratch_types=scratch, grid=grid,
-        grid_names=("row", "head", "chunk", "keys"), compiler_params=tiles.PARAMS,
-        kernel_name="kda_gradients",
+    kernel = cost.kernel(
+        body,
+        cost.gradients_cost(
+            log_decay, d_output.shape[-1], parts=num_parts(log_decay.dtype), marked=has_marks
+        ),
+        out_type=results, scratch_types=scratch, grid=grid,
+        grid_names=("row", "head", "chunk", "keys"), kernel_name="kda_gradients",
     )  # fmt: skip
     arrays = (total, d_output, d_v, corrections, states, d_states)
     return kernel(q, k, log_decay, beta, *((marks,) if has_marks else ()), *arrays)

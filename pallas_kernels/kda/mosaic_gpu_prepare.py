@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kda import mosaic_gpu_cost as cost
 from pallas_kernels.kda import mosaic_gpu_tiles as tiles
 from pallas_kernels.kda.mosaic_gpu_tiles import BLOCK, CHUNK, multiply, transposed
 
@@ -73,10 +74,11 @@ def prepare(q, k, log_decay, beta, marks, *, scale) -> Prepared:
         marks, outputs = (None, refs) if len(refs) == 6 else (refs[0], refs[1:])
         _kernel(q, k, log_decay, beta, marks, *outputs, scale=scale, **scratch)
 
-    kernel = plgpu.kernel(
-        body, out_type=(wide, wide, wide, square, square, total), scratch_types=scratch, grid=grid,
-        grid_names=("row", "head", "chunk"), compiler_params=tiles.PARAMS,
-        kernel_name="kda_prepare",
+    kernel = cost.kernel(
+        body,
+        cost.prepare_cost(log_decay, parts=num_parts(log_decay.dtype), marked=marks is not None),
+        out_type=(wide, wide, wide, square, square, total), scratch_types=scratch, grid=grid,
+        grid_names=("row", "head", "chunk"), kernel_name="kda_prepare",
     )  # fmt: skip
     return Prepared(*kernel(q, k, log_decay, beta, *(() if marks is None else (marks,))))
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda import mosaic_gpu_tiles as tiles
+from pallas_kernels.kda import mosaic_gpu_cost as cost
 from pallas_kernels.kda.mosaic_gpu_prepare import Prepared
 from pallas_kernels.kda.mosaic_gpu_tiles import BLOCK, CHUNK, multiply, over_rows, transposed
 
@@ -76,10 +76,11 @@ def run_states(v, beta, prepared, initial_state, runs, *, keep):
         runs, refs = (refs[0], refs[1:]) if has_runs else (None, refs)
         _kernel(v, beta, prepared, initial_state, runs, *refs, **scratch)
 
-    kernel = plgpu.kernel(
-        body, out_type=tuple(results), scratch_types=scratch,
+    kernel = cost.kernel(
+        body, cost.states_cost(v, initial_state, keep=keep),
+        out_type=tuple(results), scratch_types=scratch,
         grid=(num_rows, num_heads, value_dim // BLOCK), grid_names=("row", "head", "values"),
-        compiler_params=tiles.PARAMS, kernel_name="kda_states",
+        kernel_name="kda_states",
     )  # fmt: skip
     return kernel(v, beta, *prepared, initial_state, *((runs,) if has_runs else ()))
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kda import mosaic_gpu_cost as cost
 from pallas_kernels.kda import mosaic_gpu_tiles as tiles
 from pallas_kernels.kda.mosaic_gpu_prepare import Prepared
 from pallas_kernels.kda.mosaic_gpu_states import (
@@ -107,10 +108,11 @@ def run_states_backward(d_output, beta, prepared, corrections, d_final_state, ru
         runs, refs = (refs[0], refs[1:]) if has_runs else (None, refs)
         _kernel(d_output, beta, prepared, corrections, d_final_state, runs, *refs, **scratch)
 
-    kernel = plgpu.kernel(
-        body, out_type=results, scratch_types=scratch,
+    kernel = cost.kernel(
+        body, cost.states_backward_cost(d_output, d_final_state),
+        out_type=results, scratch_types=scratch,
         grid=(num_rows, num_heads, num_slices), grid_names=("row", "head", "values"),
-        compiler_params=tiles.PARAMS, kernel_name="kda_states_backward",
+        kernel_name="kda_states_backward",
     )  # fmt: skip
     arrays = (d_output, beta, *prepared, corrections, d_final_state)
     return kernel(*arrays, *((runs,) if has_runs else ()))
