@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels import KDAConv, KDAGate, kda_decode
 from tests.kernels.errors import assert_within
@@ -36,9 +35,7 @@ def decode(implementation, operands, *, fused=True, lower_bound=-5.0, **options)
         # Unit keys and activated gates, as far as the dtype goes.
         tokens = (q / 10, k / 10, v, -jnp.abs(logits), jax.nn.sigmoid(beta))
         return kda_decode(*tokens, operands["state"], implementation=implementation, **options)
-    gate = KDAGate(
-        A_log=operands["A_log"], dt_bias=operands["dt_bias"], lower_bound=lower_bound
-    )
+    gate = KDAGate(A_log=operands["A_log"], dt_bias=operands["dt_bias"], lower_bound=lower_bound)
     return kda_decode(
         q, k, v, logits, beta, operands["state"], gate=gate, conv=operands["conv"],
         beta_logits=True, normalize_qk=True, implementation=implementation, **options,

@@ -17,6 +17,7 @@ def test_fused_decoding_is_right(dtype, num_tokens):
         assert_as_definition(IMPLEMENTATION, operands, dtype)
 
 
+@pytest.mark.slow
 def test_every_state_is_right():
     with interpreted("gpu"):
         operands = make_operands(2, rows=1, heads=2)

@@ -31,7 +31,7 @@ def _op(positions, **options):
 
 
 def test_states_at_every_offset_equal_those_of_prefixes():
-    length = 70
+    length = 38
     tokens = [jnp.asarray(x, jnp.float32) for x in _tokens(length)]
     state = jnp.asarray(normal(9, B, H, K, V), jnp.float32)
     every = np.broadcast_to(np.arange(length + 1), (B, length + 1))
@@ -51,15 +51,16 @@ def test_states_at_every_offset_equal_those_of_prefixes():
         assert_close(states, exact[2][rows, positions], name=f"states at {positions}")
 
 
+@pytest.mark.slow
 def test_states_at_positions_match_definition_with_gradients():
-    positions = np.array([[0, 5, 5, 33, 64], [16, 32, 48, 70, 99]])
-    assert_matches_definition(_op(positions), (*_tokens(70), normal(9, B, H, K, V)))
+    positions = np.array([[0, 5, 5, 33], [16, 32, 38, 99]])
+    assert_matches_definition(_op(positions), (*_tokens(38), normal(9, B, H, K, V)))
 
 
 def test_states_at_positions_of_packed_rows_match_definition():
-    ids = np.array([[0, 4, 0, 4, 7, 9], [2, 2, 2, 3, 0, 0]]).repeat([5, 11, 4, 20, 17, 13], axis=1)
-    positions = np.array([[3, 16, 18, 40, 57], [1, 35, 36, 40, 60]])
-    operands = (*_tokens(70), normal(9, B, 3, H, K, V))
+    ids = np.array([[0, 4, 0, 4, 7, 9], [2, 2, 2, 3, 0, 0]]).repeat([3, 7, 2, 9, 12, 5], axis=1)
+    positions = np.array([[2, 10, 11, 15, 34], [1, 20, 22, 33, 36]])
+    operands = (*_tokens(38), normal(9, B, 3, H, K, V))
     op = _op(positions, segment_ids=jnp.asarray(ids), num_segments=3)
     (_, final, states), _ = assert_matches_definition(op, operands)
     assert_close(states[0, 0], operands[5][0, 0], name="before all real tokens")
@@ -68,6 +69,7 @@ def test_states_at_positions_of_packed_rows_match_definition():
     assert_close(final[1, 2], operands[5][1, 2], name="a run that does not occur")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_excess_runs_leave_the_states_of_the_others(implementation):
     tokens = [jnp.asarray(x, jnp.float32) for x in _tokens(40)]
