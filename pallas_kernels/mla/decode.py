@@ -42,7 +42,7 @@ def mla_decode(
         pages: latents [P, page_size, C + R] after their norm, with the R extra channels behind.
             Finite channels past those, zeros for one, are ignored: on TPU store whole vectors of
             128 (640 channels for 512 + 64, which is what 576 take up there anyway). Narrower
-            ones lie transposed in TPU memory, and every call copies all pages.
+            ones lie transposed in TPU memory, and every call copies all pages. On GPU store 576.
         block_table: int [B, max_pages], the pages of each row in order.
         lengths: int [B], tokens of each row; at most max_pages * page_size.
         scale: factor of the scores, (n + R)^-0.5 of the widths before absorption.
@@ -70,8 +70,7 @@ def mla_decode(
     require_floating(op, q_latent=q_latent, pages=pages)
     require_integer(op, block_table=block_table, lengths=lengths)
     batch, num_queries, _, width = q_latent.shape
-    num_ignored = pages.shape[2] - width
-    if num_ignored < 0:
+    if pages.shape[2] < width:
         raise ValueError(
             f"{op}: pages {pages.shape} have fewer channels than q_latent {q_latent.shape}"
         )
@@ -87,10 +86,9 @@ def mla_decode(
     output_dtype = jnp.dtype(q_latent.dtype if output_dtype is None else output_dtype)
     if not jnp.issubdtype(output_dtype, jnp.floating):
         raise TypeError(f"{op}: output_dtype={output_dtype} is not a float type")
-    q_latent = jnp.pad(q_latent, ((0, 0), (0, 0), (0, 0), (0, num_ignored)))
     block_table, lengths = block_table.astype(jnp.int32), lengths.astype(jnp.int32)
     limits = {
-        "mosaic_tpu": lambda: decode_tpu.unsupported(q_latent, pages, block_table, output_dtype)
+        "mosaic_tpu": lambda: decode_tpu.unsupported(q_latent, pages, block_table, output_dtype),
     }
     form = _FORMS[choose_implementation(op, implementation, limits)]
     output, log_sum = form(

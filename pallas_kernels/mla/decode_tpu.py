@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mla.mosaic_tpu_plan import LANES, LOG2_E
 from pallas_kernels.mla.mosaic_tpu_tile import keep_real, product
+from pallas_kernels.mla.options import as_wide_as
 from pallas_kernels.tiles import choose_tiles
 
 # Entries of the block table that the scalar memory holds beside the compiler's own needs.
@@ -62,6 +63,7 @@ def mla_decode(
     output_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.mla_decode`."""
+    q_latent = as_wide_as(q_latent, pages)
     batch, num_queries, heads, width = q_latent.shape
     num_pages, page_size, _ = pages.shape
     max_pages, rows = block_table.shape[1], num_queries * heads

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.mla.options import as_wide_as
 from pallas_kernels.tiles import choose_tiles
 
 
@@ -26,6 +27,7 @@ def mla_decode(
     output_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.mla_decode`."""
+    q_latent = as_wide_as(q_latent, pages)
     batch, num_queries, heads, width = q_latent.shape
     page_size, dtype = pages.shape[1], pages.dtype
     precise = jnp.promote_types(jnp.promote_types(q_latent.dtype, dtype), jnp.float32)

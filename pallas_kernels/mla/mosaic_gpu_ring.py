@@ -39,25 +39,37 @@ class Ring:
         rows = {
             name: plgpu.SMEM((self.stages, self.tokens), row) for name, row in self.rows.items()
         }
-        arrivals = len(wide) + len(rows)
-        barriers = {
+        return wide | rows | self.barriers(len(wide) + len(rows))
+
+    def barriers(self, arrivals: int) -> dict:
+        """Barriers by name, for tiles that arrive in so many copies."""
+        return {
             f"{self.name}_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
             f"{self.name}_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=self.stages),
         }
-        return wide | rows | barriers
+
+    def take(self, scratch: dict, turn: jax.Array) -> None:
+        """Wait until the place of this turn is free."""
+        # Turn n waits for what turn n - stages brought.
+        pl.when(turn >= self.stages)(
+            lambda: plgpu.barrier_wait(scratch[f"{self.name}_free"].at[lax.rem(turn, self.stages)])
+        )
+
+    def drain(self, scratch: dict, num_turns: jax.Array) -> None:
+        """Wait until the last of all turns has been read."""
+        num_turns = jnp.maximum(num_turns, 0)
+        lax.fori_loop(
+            num_turns, num_turns + self.stages, lambda turn, _: self.take(scratch, turn), None
+        )
 
     def put(self, scratch: dict, sources: dict, tile: jax.Array, turn: jax.Array) -> None:
         """Copy a tile of the sources, by name, once its place is free."""
+        self.take(scratch, turn)
         slot = lax.rem(turn, self.stages)
-        pl.when(turn >= self.stages)(lambda: self.wait_free(scratch, slot))
         tokens = pl.ds(tile * self.tokens, self.tokens)
         full = scratch[f"{self.name}_full"].at[slot]
         for name in (*self.wide, *self.rows):
             plgpu.copy_gmem_to_smem(sources[name].at[tokens], scratch[name].at[slot], full)
-
-    def wait_free(self, scratch: dict, slot: jax.Array) -> None:
-        """Wait until all warpgroups have read the tile of this slot."""
-        plgpu.barrier_wait(scratch[f"{self.name}_free"].at[slot])
 
     def wait(self, scratch: dict, slot: jax.Array) -> None:
         """Wait for the tile of this slot."""
@@ -82,11 +94,4 @@ def fetch(
 
     lax.fori_loop(start, stop, step, None)
     for ring in rings:
-        # Turn n waits for what turn n - stages brought.
-        num_turns = jnp.maximum(stop - start, 0)
-        lax.fori_loop(
-            jnp.maximum(num_turns, ring.stages),
-            num_turns + ring.stages,
-            lambda turn, _, ring=ring: ring.wait_free(scratch, lax.rem(turn, ring.stages)),
-            None,
-        )
+        ring.drain(scratch, stop - start)

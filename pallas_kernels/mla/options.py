@@ -23,6 +23,12 @@ class AttentionOptions:
     return_max: bool
 
 
+def as_wide_as(q_latent: jax.Array, pages: jax.Array) -> jax.Array:
+    """Fill the channels of decoding queries with zeros to those of the pages."""
+    extra = pages.shape[2] - q_latent.shape[3]
+    return jnp.pad(q_latent, ((0, 0), (0, 0), (0, 0), (0, extra)))
+
+
 def query_limits(
     q_offset: int | jax.Array, batch: int, num_queries: int, num_keys: int, causal: bool
 ) -> jax.Array:

@@ -60,6 +60,7 @@ def mla_decode(
 
     def row(queries, table, length):  # [T, H, C+R], [max_pages], []
         tokens = pages[jnp.clip(table, 0, pages.shape[0] - 1)].reshape(-1, pages.shape[2])
+        tokens = tokens[:, : queries.shape[2]]
         positions = jnp.arange(tokens.shape[0])
         tokens = jnp.where((positions < length)[:, None], tokens, 0).astype(precise)
         limits = length - num_queries + jnp.arange(num_queries)

@@ -31,7 +31,10 @@ def assert_attention(
         mode: of `interpreted`.
         queries: T.
         keys: S; None takes T.
-        batch, heads, widths, dtype: of the operands; widths are K and V.
+        batch: B.
+        heads: H.
+        widths: K and V.
+        dtype: of the operands.
         packed: with segments and padding, which holds NaN.
         output_dtype: as in `mla_attention`.
         **options: others of `mla_attention`.
