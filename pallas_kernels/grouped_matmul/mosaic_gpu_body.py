@@ -152,6 +152,8 @@ class RowBody:
 
     def _load_extras(self, start, column) -> None:
         part_rows, part_columns = self.call.part
+        if self.extras:
+            plgpu.commit_smem()  # what was read of the tile before is read before it is overwritten
         for extra, smem in zip(self.extras, self.smem["extras_smem"], strict=True):
             here = extra.at[pl.ds(start, part_rows), pl.ds(column, part_columns)]
             barrier = self.smem["extras_full"].at[self.warpgroup]
