@@ -14,6 +14,7 @@ import numpy as np
 from experiments.kernel_cases.case import KernelCase
 from pallas_kernels import MXFP4, SituGLU, grouped_glu, grouped_matmul, quantize_mxfp8
 from pallas_kernels.dispatch import BUILT
+from pallas_kernels.grouped_matmul import mosaic_gpu_matrices, mosaic_gpu_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_matrices import MatrixTiles
 from pallas_kernels.grouped_matmul.mosaic_tpu_rows import RowTiles
 
@@ -128,7 +129,8 @@ def _case(shape: _Shape, kind: str, num_matrices: int, *, backward: bool, label:
         bytes=total,
         implementations=_IMPLEMENTATIONS,
         baselines={"lax.ragged_dot": wrap(_ragged)},
-        candidates=_candidates(shape, backward and kind == "bf16"),
+        candidates=_candidates(shape, backward and kind == "bf16")
+        | _gpu_candidates(shape, kind == "bf16", backward),
     )
 
 
@@ -159,6 +161,35 @@ def _candidates(shape: _Shape, has_matrices: bool) -> dict:
                 *((256, 256, 1024, 6), (512, 256, 1792, 12), (512, 512, 1792, 12)),
                 *((1024, 256, 1024, 6), (1024, 128, 1792, 12)),
             )
+        )
+    return candidates
+
+
+def _gpu_candidates(shape: _Shape, is_plain: bool, backward: bool) -> dict:
+    if shape.size != "k3":
+        return {}
+    form = "rows" if is_plain else "packed"
+    if shape.rows <= 64:
+        return {
+            f"grouped_few_{form}_gpu": tuple(
+                mosaic_gpu_rows.RowTiles(rows=64, columns=columns, stages=stages, chunk=chunk)
+                for columns in ((128, 256) if is_plain else (128,))
+                for stages in (4, 8)
+                for chunk in (32, 64)
+            )
+        }
+    candidates = {
+        f"grouped_{form}_gpu": tuple(
+            mosaic_gpu_rows.RowTiles(columns=columns, stages=stages, chunk=chunk)
+            for columns in ((128, 256) if is_plain else (128,))
+            for stages, chunk in ((3, 64), (4, 32), (6, 32))
+        )
+    }
+    if is_plain and backward:
+        candidates["grouped_matrices_gpu"] = tuple(
+            mosaic_gpu_matrices.MatrixTiles(columns=columns, stages=stages, chunk=chunk)
+            for columns in (128, 256)
+            for stages, chunk in ((3, 64), (4, 32), (6, 32))
         )
     return candidates
 
