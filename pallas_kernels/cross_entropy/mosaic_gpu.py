@@ -36,7 +36,7 @@ class CrossEntropyGPUTiles:
 
     Attributes:
         columns: of a tile, at most 256; at most 128 for float32 operands.
-        stages: buffers of the ring.
+        stages: buffers of the ring, at least 2: one is released while the next is multiplied.
         blocks: of threads that run at one time: the vocabulary is shared out to reach it.
         chunk: logits M * columns whose gradient is in memory at a time (backward).
     """

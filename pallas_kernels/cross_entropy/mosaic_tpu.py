@@ -28,8 +28,8 @@ class CrossEntropyTiles:
 
     Attributes:
         tokens: rows, a multiple of `slab`. The weight is read M / tokens times.
-        vocabulary: columns, a multiple of 128. x is read W / vocabulary times.
-        width: columns of x multiplied at a time, halved for float32; a multiple of 128.
+        vocabulary: columns, a multiple of 256. x is read W / vocabulary times.
+        width: columns of x multiplied at a time, a multiple of 256. Both are halved for float32.
         slab: rows of the tile that are reduced at a time.
         chunk: logits M * columns whose gradient is in memory at a time (backward).
     """
@@ -109,10 +109,12 @@ def unsupported(x: jax.Array, weight: jax.Array) -> str | None:
 
 def _plan(x: jax.Array, vocabulary: int, tiles: CrossEntropyTiles) -> _Plan:
     num_tokens, width = x.shape
-    most = max(LANES, tiles.width * 2 // x.dtype.itemsize)
+    most, columns = (
+        max(LANES, size * 2 // x.dtype.itemsize) for size in (tiles.width, tiles.vocabulary)
+    )
     across = next(d for d in range(min(most, width) // LANES * LANES, 0, -LANES) if width % d == 0)
     tokens = min(tiles.tokens, pl.cdiv(num_tokens, tiles.slab) * tiles.slab)
-    columns = min(tiles.vocabulary, vocabulary // LANES * LANES)
+    columns = min(columns, vocabulary // LANES * LANES)
     return _Plan((num_tokens, width, vocabulary), (tokens, across, columns), tiles.slab, x.dtype)
 
 
