@@ -111,6 +111,8 @@ def run_of(runs, row, chunk):
 
 def load_state(source, exchange, exchanged):
     """Read a state [K, 64] float32 from main memory, as blocks in registers."""
+    # A state on its way to main memory may still be read from there.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     state = []
     for index in range(source.shape[0] // BLOCK):
         # Every warp has read the block before.
