@@ -137,6 +137,9 @@ def _forward(bank, current, query, count, most, eps):
 
 # --- backward ------------------------------------------------------------------------------------
 
+# Whether a kernel may change an array in place: not where it passes through a `custom_vmap` of jax
+# that refuses mutable arrays (0.10).
+_CAN_MUTATE = hasattr(plgpu, "force_gpu_interpret_mode")
 _SHARED_BYTES = 220 * 1024  # of 227 KiB per block of threads; sums and barriers take some
 
 
@@ -156,12 +159,14 @@ def _backward(
     # What does not fit is read a second time, most likely from the cache of the chip.
     most = count if isinstance(count, int) else most
     holds, stages = _ring(most + 1, row_bytes, 4 * row_bytes + 4 * width)
+    accumulates = d_bank_so_far is not None and _CAN_MUTATE
+    num_written = 0 if accumulates else num_entries + 1  # else as many rows as exist
 
     def body(
         count_ref, bank_ref, current_ref, query_ref, statistics_ref, d_mixed_ref,
         d_probabilities_ref, d_bank_ref, d_current_ref, d_query_ref,
         *, rows, query_row, d_mixed_row, statistics_row, d_probabilities_row, weighed, gradient,
-        arrived, token_arrived, query_arrived,
+        arrived, token_arrived, query_arrived, so_far_arrived,
     ):  # fmt: skip
         block = lax.axis_index("block")
         first = block * tokens
@@ -211,10 +216,14 @@ def _backward(
             weighed[slot] = part
             return total + part
 
-        def write(token, number, value, target):
-            """Send one row of gradients on its way; two may be."""
-            place = lax.rem(token * (num_entries + 1) + number, 2)
+        def write(token, number, value, target, add=False):
+            """Send one row of gradients on its way; two may be. Or add it to what is there."""
+            place = lax.rem(token * jnp.maximum(per_token, num_written) + number, 2)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            if add:
+                plgpu.copy_gmem_to_smem(target, gradient.at[place], so_far_arrived.at[place])
+                plgpu.barrier_wait(so_far_arrived.at[place])
+                value += gradient[place].astype(jnp.float32)
             gradient[place] = value.astype(gradient.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(gradient.at[place], target)
@@ -239,7 +248,8 @@ def _backward(
 
             @pl.when(entry > 0)
             def _():
-                write(token, entry, d_row, d_bank_ref.at[entry - 1, target])
+                d_row_of_bank = d_bank_ref.at[entry - 1, target]
+                write(token, entry, d_row, d_row_of_bank, add=accumulates)
 
             fetch(step + stages)
             return d_query + d_product * value
@@ -260,7 +270,7 @@ def _backward(
                 write(token, entry, zeros, d_bank_ref.at[entry - 1, first + token])
                 return 0
 
-            lax.fori_loop(per_token, num_entries + 1, nothing, 0)
+            lax.fori_loop(per_token, jnp.maximum(per_token, num_written), nothing, 0)
             fetch_token(token + 2)
             return d_query
 
@@ -276,10 +286,11 @@ def _backward(
         plgpu.copy_smem_to_gmem(query_row, d_query_ref.at[block])
         plgpu.wait_smem_to_gmem(0)
 
+    d_bank_type = jax.ShapeDtypeStruct((num_entries, num_rows, *row), bank.dtype)
     kernel = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((num_entries, num_rows, *row), bank.dtype),
+            *([] if accumulates else [d_bank_type]),
             jax.ShapeDtypeStruct((num_rows, *row), current.dtype),
             jax.ShapeDtypeStruct((num_blocks, *row), jnp.float32),
         ],
@@ -294,13 +305,14 @@ def _backward(
             "arrived": plgpu.Barrier(num_barriers=stages),
             "token_arrived": plgpu.Barrier(num_arrivals=3, num_barriers=2),
             "query_arrived": plgpu.Barrier(),
+            "so_far_arrived": plgpu.Barrier(num_barriers=2),
         },
         grid=(num_blocks,),
         grid_names=("block",),
         compiler_params=_PARAMETERS,
         kernel_name="attention_residual_backward",
     )
-    d_bank, d_current, d_query = kernel(
+    operands = (
         jnp.asarray(count, jnp.int32).reshape(1),
         bank.reshape(num_entries, num_rows, *row),
         current.reshape(num_rows, *row),
@@ -309,11 +321,16 @@ def _backward(
         d_mixed.reshape(num_rows, *row),
         d_probabilities.reshape(num_rows, LANES),
     )
+    if accumulates:
+        in_place = jax.new_ref(d_bank_so_far.reshape(d_bank_type.shape))
+        d_current, d_query = kernel(*operands, in_place)
+        d_bank = in_place[...]
+    else:
+        d_bank, d_current, d_query = kernel(*operands)
+        if d_bank_so_far is not None:
+            d_bank += d_bank_so_far.reshape(d_bank.shape)
     d_query = jnp.sum(d_query, axis=0).reshape(width)
-    d_bank = d_bank.reshape(bank.shape)
-    if d_bank_so_far is not None:
-        d_bank += d_bank_so_far
-    return d_bank, d_current.reshape(current.shape), d_query
+    return d_bank.reshape(bank.shape), d_current.reshape(current.shape), d_query
 
 
 attention_residual = differentiable(_forward, _backward)

@@ -50,7 +50,7 @@ def test_threads_do_not_race():
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "count", "traced"), [("gpu", 1, True), ("gpu_races", 2, False)])
 def test_gradients_of_a_bank_used_twice_are_added_up(mode, count, traced):
-    operands, (d_mixed, _) = make_operands(3, 1, 4, 256)
+    operands, (d_mixed, _) = make_operands(3, 1, 8, 256)
     with small_tiles():
         assert_as_definition_in_a_chain(mode, operands, d_mixed, count, traced=traced, most=2)
 
