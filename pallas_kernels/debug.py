@@ -61,6 +61,28 @@ def check_values(
         jax.debug.callback(_raise_problem(problem), *summarise(jnp, *arrays))
 
 
+def check_segment_order(op: str, segment_ids) -> None:
+    """In debug mode, raise ValueError where non-zero segment ids [B, T] decrease along a row.
+
+    Recurrences tell runs apart by a change of id alone, whatever the order; attention compares ids,
+    and would join two runs of one id that stand apart. Rows packed in order never decrease.
+    """
+    if segment_ids is None or segment_ids.shape[1] == 0:
+        return
+
+    def summarise(xp, ids):
+        real = xp.where(ids == 0, xp.iinfo(ids.dtype).min, ids)
+        highest = np.maximum.accumulate(real, 1) if xp is np else jax.lax.cummax(real, axis=1)
+        return (xp.any((ids != 0) & (ids < highest)),)
+
+    def problem(decreases):
+        if not decreases:
+            return None
+        return f"{op}: non-zero segment_ids decrease along a row; number segments in order"
+
+    check_values(summarise, problem, segment_ids, free=False)
+
+
 def _is_on_host(array) -> bool:
     if not isinstance(array, jax.Array):
         return True

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.kda.context import plan_context, run_in_pieces
 from pallas_kernels.kda.forms import Operands, limits, run_form
 from pallas_kernels.kda.gate import KDAGate
-from pallas_kernels.kda.inputs import check_decay, check_inputs, check_order, check_positions
+from pallas_kernels.kda.inputs import check_decay, check_inputs, check_positions
 from pallas_kernels.kda.segments import check_num_segments
 
 
@@ -101,7 +102,7 @@ def kda(
     check_num_segments(segment_ids, num_segments)
     if gate is None:
         check_decay("kda", log_decay, segment_ids, log_decay_min)
-    check_order("kda", segment_ids)
+    check_segment_order("kda", segment_ids)
 
     num_rows, _, num_heads, key_dim = q.shape
     scale = key_dim**-0.5 if scale is None else scale

@@ -102,34 +102,6 @@ def check_decay(op: str, log_decay, segment_ids, log_decay_min) -> None:
     check_values(summarise, problem, log_decay, *ids)
 
 
-def check_order(op: str, segment_ids) -> None:
-    """In debug mode, raise ValueError where non-zero segment ids decrease along a row.
-
-    Runs are told apart by a change of id alone, so that any order has a meaning; but attention
-    compares ids, and would join two runs of one id that stand apart. Rows packed in order, as the
-    loader numbers them, never decrease.
-    """
-    if segment_ids is None:
-        return
-
-    def summarise(xp, ids):
-        highest = ids if ids.shape[1] == 0 else _running_maximum(xp, ids)
-        return (xp.any((ids != 0) & (ids < highest)),)
-
-    def problem(decreases):
-        if not decreases:
-            return None
-        return f"{op}: non-zero segment_ids decrease along a row; number segments in order"
-
-    check_values(summarise, problem, segment_ids, free=False)
-
-
-def _running_maximum(xp, ids):
-    if xp is jnp:
-        return jax.lax.cummax(ids, axis=1)
-    return xp.maximum.accumulate(ids, axis=1)
-
-
 def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
     """Return float64 when any array is, else float32."""
     is_double = any(array.dtype == jnp.float64 for array in arrays)

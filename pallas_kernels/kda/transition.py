@@ -11,10 +11,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.kda.forms import Operands, limits, run_form
 from pallas_kernels.kda.gate import KDAGate
-from pallas_kernels.kda.inputs import check_decay, check_inputs, check_order
+from pallas_kernels.kda.inputs import check_decay, check_inputs
 
 # Widest state that the kernels take; above it M and b are runs of their own.
 _MAX_VALUE_DIM = 256
@@ -65,7 +66,7 @@ def kda_transition(
     )
     if gate is None:
         check_decay("kda_transition", log_decay, segment_ids, log_decay_min)
-    check_order("kda_transition", segment_ids)
+    check_segment_order("kda_transition", segment_ids)
     operands = Operands(
         q=k, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
         normalize_qk=normalize_k, log_decay_min=log_decay_min,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.mla import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.mla.decode import mla_decode
@@ -90,6 +91,7 @@ def mla_attention(
             kv_segment_ids = segment_ids
         require_integer(op, kv_segment_ids=kv_segment_ids)
         require_shape(op, (batch, num_keys), "(B, S of k)", kv_segment_ids=kv_segment_ids)
+        check_segment_order(op, segment_ids)
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
         kv_segment_ids = jnp.asarray(kv_segment_ids, jnp.int32)
     if not isinstance(q_offset, int):

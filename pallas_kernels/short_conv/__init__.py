@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.short_conv import mosaic_gpu, mosaic_tpu, reference, xla
 
@@ -66,6 +67,7 @@ def short_conv(
     if segment_ids is not None:
         require_integer("short_conv", segment_ids=segment_ids)
         require_shape("short_conv", (batch, length), "(B, T of x)", segment_ids=segment_ids)
+        check_segment_order("short_conv", segment_ids)
         segment_ids = jnp.asarray(segment_ids, jnp.int32)
     if initial_state is not None:
         require_floating("short_conv", initial_state=initial_state)
