@@ -47,18 +47,20 @@ _UP = _Shape("k3", 131072, 28, 3584, 3072)
 _DOWN = _Shape("k3", 131072, 28, 3072, 3584)
 _DECODE = _Shape("k3", 64, 112, 3584, 3072)  # eight devices hold all experts
 _SMALL = _Shape("small", 512, 8, 256, 256)
+_MANY = _Shape("small", 2048, 128, 256, 512)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _inputs(shape: _Shape, kind: str, num_matrices: int):
     """Rows (`kind` "mxfp8": quantised), matrices, cotangent of the output, group sizes."""
     keys = jax.random.split(jax.random.key(0), 2 + 2 * num_matrices)
-    x = jax.random.normal(keys[0], (shape.rows, shape.width), jnp.bfloat16)
-    d_output = jax.random.normal(keys[1], (shape.rows, shape.columns), jnp.bfloat16)
+    dtype = jnp.float32 if kind == "float32" else jnp.bfloat16
+    x = jax.random.normal(keys[0], (shape.rows, shape.width), dtype)
+    d_output = jax.random.normal(keys[1], (shape.rows, shape.columns), dtype)
     size, matrices = (shape.groups, shape.width, shape.columns), []
     for first, second in zip(keys[2::2], keys[3::2], strict=True):
-        if kind == "bf16":
-            matrices.append(jax.random.normal(first, size, jnp.bfloat16) * shape.width**-0.5)
+        if kind in ("bf16", "float32"):
+            matrices.append(jax.random.normal(first, size, dtype) * shape.width**-0.5)
             continue
         codes = jax.random.bits(first, (size[0], size[2], size[1] // 2), jnp.uint8)
         scales = jax.random.bits(second, (size[0], size[2], size[1] // 32), jnp.uint8)
@@ -109,16 +111,21 @@ def _forward_and_backward(product: Callable):
 
 def _case(shape: _Shape, kind: str, num_matrices: int, *, backward: bool, label: str) -> KernelCase:
     wrap = _forward_and_backward if backward else _forward
-    bits = {"bf16": 16, "mxfp4": 4.25, "mxfp8": 4.25}[kind]
+    bits = {"float32": 32, "bf16": 16, "mxfp4": 4.25, "mxfp8": 4.25}[kind]
     matrix_bytes = shape.used_groups * shape.width * shape.columns * bits / 8 * num_matrices
-    input_bytes = shape.rows * shape.width * (8.25 if kind == "mxfp8" else 16) / 8
-    output_bytes = shape.rows * shape.columns * 2
+    input_bits = {"float32": 32, "mxfp8": 8.25}.get(kind, 16)
+    input_bytes = shape.rows * shape.width * input_bits / 8
+    output_bytes = shape.rows * shape.columns * (4 if kind == "float32" else 2)
     flops = 2 * shape.rows * shape.width * shape.columns * num_matrices
     total = input_bytes + matrix_bytes + output_bytes
     if backward:  # rows and their gradient, the cotangent, matrices and their gradients
-        total += 2 * input_bytes + output_bytes + matrix_bytes * (2 if kind == "bf16" else 1)
+        total += (
+            2 * input_bytes
+            + output_bytes
+            + matrix_bytes * (2 if kind in ("bf16", "float32") else 1)
+        )
     # The products once more for the activation's gradient, those of dx, those of the matrices.
-    passes = 1 + backward * (1 + (kind == "bf16") + (num_matrices == 2))
+    passes = 1 + backward * (1 + (kind in ("bf16", "float32")) + (num_matrices == 2))
     return KernelCase(
         op="grouped_matmul",
         name=label + (" forward+backward" if backward else " forward"),
@@ -129,8 +136,8 @@ def _case(shape: _Shape, kind: str, num_matrices: int, *, backward: bool, label:
         bytes=total,
         implementations=_IMPLEMENTATIONS,
         baselines={"lax.ragged_dot": wrap(_ragged)},
-        candidates=_candidates(shape, backward and kind == "bf16")
-        | _gpu_candidates(shape, kind == "bf16", backward),
+        candidates=_candidates(shape, backward and kind in ("bf16", "float32"))
+        | _gpu_candidates(shape, kind in ("bf16", "float32"), backward),
     )
 
 
@@ -206,6 +213,8 @@ CASES = [
     _case(_DECODE, "mxfp4", 2, backward=False, label="64 rows gate and up MXFP4"),
     _case(_DECODE, "mxfp8", 1, backward=False, label="64 rows up MXFP4 x MXFP8"),
     _case(_SMALL, "bf16", 1, backward=True, label="bf16"),
+    _case(_MANY, "float32", 1, backward=True, label="128 groups float32"),
+    _case(_MANY, "bf16", 1, backward=True, label="128 groups bf16"),
     _case(_SMALL, "bf16", 2, backward=True, label="gate and up bf16"),
     _case(_SMALL, "mxfp4", 1, backward=True, label="MXFP4"),
 ]

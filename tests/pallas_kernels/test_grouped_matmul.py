@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_apply, grouped_matmul
+from pallas_kernels import SwiGLU, grouped_apply, grouped_glu, grouped_matmul
 from pallas_kernels.debug import debug_checks
 from pallas_kernels.grouped_matmul import xla
 from tests.pallas_kernels.compare import (
@@ -60,6 +60,25 @@ def test_grouped_matmul_in_bfloat16_matches_definition():
         return grouped_matmul(x, weights, sizes, implementation=implementation)
 
     assert_matches_definition(op, (normal(0, M, K), normal(1, 3, K, N)), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_glu_matches_definition(dtype):
+    sizes = np.array([30, 0, 50], np.int32)
+
+    def op(implementation, x, gate, up):
+        activation = SwiGLU()
+        return grouped_glu(x, gate, up, sizes, activation=activation, implementation=implementation)
+
+    weights = normal(1, 3, K, N), normal(2, 3, K, N)
+    (output,), (d_x, *_) = assert_matches_definition(op, (normal(0, M, K), *weights), dtype)
+    assert not np.any(output[80:]) and not np.any(d_x[80:])
+
+
+def test_rows_past_the_groups_are_zero_even_where_matrices_are_not_finite():
+    weights = jnp.full((1, K, N), jnp.nan)
+    output = grouped_matmul(jnp.ones((5, K)), weights, jnp.array([3]))
+    assert np.isnan(output[:3]).all() and not np.any(output[3:])
 
 
 def test_grouped_apply_matches_definition():
@@ -142,6 +161,10 @@ def test_grouped_matmul_refuses_bad_input():
         grouped_matmul(x, weights, jnp.ones(2))
     with pytest.raises(TypeError, match="x has dtype int32; cast it to a float type"):
         grouped_matmul(jnp.zeros((6, 3), jnp.int32), weights, sizes)
+    with pytest.raises(
+        ValueError, match=r"gate \(2, 3, 4\) and up \(2, 3, 5\) must have one shape"
+    ):
+        grouped_glu(x, weights, jnp.zeros((2, 3, 5)), sizes, activation=SwiGLU())
     with pytest.raises(ValueError, match=r"leading sizes .*; all need one entry per group"):
         grouped_apply(expert, x, [weights, weights[:1]], sizes)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu'"):

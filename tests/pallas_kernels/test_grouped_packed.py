@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import MXFP4, grouped_matmul
+from pallas_kernels import MXFP4, SituGLU, grouped_glu, grouped_matmul, quantize_mxfp8
 from pallas_kernels.grouped_matmul import packed
 from tests.pallas_kernels.compare import (
     DATA,
@@ -132,6 +132,25 @@ def test_packed_product_per_device_equals_one_device():
     assert_same_per_device(op, (normal(0, 40, 32), sizes), [DATA, DATA], [DATA], one_device=whole)
 
 
+def test_quantised_rows_stand_for_their_numbers():
+    gate, up, sizes = packed_weights(3, 64, 40), packed_weights(3, 64, 40, 2), jnp.array([5, 0, 9])
+    rows = quantize_mxfp8(jnp.asarray(normal(0, 16, 64), jnp.bfloat16))
+    decoded = rows.dequantize(jnp.bfloat16)
+    for implementation in ("reference", "xla"):
+        found, expected = (
+            (
+                grouped_matmul(x, gate, sizes, implementation=implementation),
+                grouped_glu(
+                    x, gate, up, sizes, activation=SituGLU(4.0), implementation=implementation
+                ),
+            )
+            for x in (rows, decoded)
+        )
+        for actual, exact in zip(found, expected, strict=True):
+            assert actual.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(actual, exact)
+
+
 def test_packed_product_refuses_bad_input():
     weights, sizes = packed_weights(2, 32, 4), jnp.array([2, 3])
     with pytest.raises(ValueError, match=r"weights \(2, 32, 4\) .* cannot multiply x \(6, 64\)"):
@@ -140,6 +159,12 @@ def test_packed_product_refuses_bad_input():
         grouped_matmul(jnp.zeros((6, 32)), MXFP4(weights.codes, weights.scales[..., 0]), sizes)
     with pytest.raises(ValueError, match=r"group_sizes has shape \(3,\); expected \(2,\)"):
         grouped_matmul(jnp.zeros((6, 32)), weights, jnp.array([2, 3, 1]))
+    with pytest.raises(TypeError, match="x is MXFP8; weights must be MXFP4, not float32"):
+        grouped_matmul(quantize_mxfp8(jnp.zeros((6, 32))), jnp.zeros((2, 32, 4)), sizes)
+    with pytest.raises(TypeError, match="one of gate and up is MXFP4 and the other is not"):
+        grouped_glu(
+            jnp.zeros((6, 32)), weights, jnp.zeros((2, 32, 4)), sizes, activation=SituGLU(4.0)
+        )
 
 
 def test_numpy_arrays_are_taken():
