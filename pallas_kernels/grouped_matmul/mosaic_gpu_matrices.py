@@ -111,11 +111,10 @@ class _Call:
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         }
-        rows = self.num_rows + 2 * self.num_groups * DEPTH
         matrices = self.num_groups * self.width * self.num_columns
         cost = pl.CostEstimate(
-            flops=2 * rows * self.width * self.num_columns,
-            bytes_accessed=2 * rows * (self.width + self.num_columns)
+            flops=2 * self.num_rows * self.width * self.num_columns,
+            bytes_accessed=2 * self.num_rows * (self.width + self.num_columns)
             + matrices * self.dtype.itemsize,
             transcendentals=0,
         )

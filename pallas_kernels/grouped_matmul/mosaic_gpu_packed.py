@@ -101,6 +101,10 @@ class _PackedCall(RowCall):
         return _PackedBody(self, stages, refs, scratch)
 
     @property
+    def flops(self) -> int:
+        return 2 * super().flops  # two weights to a byte
+
+    @property
     def num_packed(self) -> int:
         """Packed matrices of one step."""
         return self.num_sums

@@ -177,6 +177,10 @@ class RowCall:
         return min(self.tiles.chunk, self.part[1]) // (2 if self.num_extras else 1)
 
     @property
+    def flops(self) -> int:
+        return 2 * self.num_rows * self.width * self.num_columns * self.num_matrices
+
+    @property
     def steps_per_matrix(self) -> int:
         return self.width // DEPTH
 
@@ -244,7 +248,7 @@ class RowCall:
         results = kernel(
             body,
             cost_estimate=pl.CostEstimate(
-                flops=2 * self.num_rows * self.width * self.num_columns * self.num_matrices,
+                flops=self.flops,
                 bytes_accessed=moved
                 + outputs * self.num_rows * self.num_columns * self.dtype.itemsize,
                 transcendentals=0,
