@@ -27,12 +27,13 @@ class KDATiles:
     """How a kernel cuts the work, "kda_forward" and "kda_backward" in the tables.
 
     Attributes:
-        heads: most heads of one grid step at head size 128; a divisor of H is taken.
+        heads: most heads of one grid step at head size 128 and bfloat16 operands; a divisor of H is
+            taken. Float32 operands need half as much room again.
         state_bits: 16 or 32, of the states that the forward kernel keeps for the backward pass of
             bfloat16 operands; those of float32 operands are float32.
     """
 
-    heads: int = 4
+    heads: int = 6
     state_bits: int = 16
 
 
@@ -210,8 +211,9 @@ def _group(options: Options, kernel: str, floats: tuple, marks: jax.Array):
     """Choose the heads of one step and lay beta out for them."""
     *tokens, beta, gate, state = floats
     num_rows, num_heads, num_chunks, _ = beta.shape
-    dim = max(options.key_dim, options.value_dim)
-    most = max(1, choose_tiles(kernel, KDATiles()).heads * _LANES // dim)
+    room = 2 * choose_tiles(kernel, KDATiles()).heads * _LANES
+    need = max(options.key_dim, options.value_dim) * (3 if options.exact else 2)
+    most = max(1, room // need)
     heads = max(n for n in range(1, min(most, num_heads) + 1) if num_heads % n == 0)
     options = dataclasses.replace(options, heads=heads)
     beta = jnp.moveaxis(beta.reshape(num_rows, -1, heads, num_chunks, CHUNK), 3, 2)

@@ -20,6 +20,7 @@ from pallas_kernels.kda.mosaic_tpu_inputs import (
     read_tokens,
 )
 from pallas_kernels.kda.mosaic_tpu_layout import (
+    COMPILER_PARAMS,
     Operands,
     closes_run,
     make_layout,
@@ -82,9 +83,7 @@ def run_backward(
                 out_specs=[*layout.operands[:5], layout.state, layout.gate_sums],
                 scratch_shapes=[pltpu.VMEM((options.heads, *state), jnp.float32)],
             ),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary")
-            ),
+            compiler_params=COMPILER_PARAMS,
             cost_estimate=pl.CostEstimate(
                 flops=chunks * _flops(options),
                 transcendentals=chunks * options.num_exponentials,

@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK, product
 from pallas_kernels.kda.mosaic_tpu_inputs import Options, read_marks, read_tokens
 from pallas_kernels.kda.mosaic_tpu_layout import (
+    COMPILER_PARAMS,
     Operands,
     closes_run,
     make_layout,
@@ -58,9 +59,7 @@ def run_forward(
             out_specs=specs,
             scratch_shapes=[pltpu.VMEM((options.heads, *state), jnp.float32)],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
-        ),
+        compiler_params=COMPILER_PARAMS,
         cost_estimate=pl.CostEstimate(
             flops=num_rows * num_heads * options.num_chunks * _flops(options),
             transcendentals=num_rows * num_heads * options.num_chunks * options.num_exponentials,

@@ -11,6 +11,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kda.mosaic_tpu_chunk import CHUNK
 from pallas_kernels.kda.mosaic_tpu_inputs import MARKS, Options
 
+COMPILER_PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel", "arbitrary"),
+    # Twice the default, a quarter to a half of what the chips have: the matrices of a few heads.
+    vmem_limit_bytes=32 * 2**20,
+)
+
 
 class Operands(NamedTuple):
     """Arrays that both kernels read, or blocks of them, in the order of the calls."""

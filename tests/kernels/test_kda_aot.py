@@ -17,7 +17,7 @@ pytestmark = [
 
 # jax -> bundles of the static schedule of one step on v6e, forward and backward: 64 tokens of
 # `KDATiles.heads` heads. They follow the libtpu that the jax pins.
-BUNDLES = {"0.10.2": (3103, 5516), "0.12.0.1": (3108, 5620)}
+BUNDLES = {"0.10.2": (4225, 7866), "0.12.0.1": (4255, 7922)}
 
 
 def _count_bundles(chip):
