@@ -52,8 +52,12 @@ def results(implementation, options, arrays, cotangents):
     return *outputs, *transpose(cotangents)
 
 
-def assert_right(arrays, cotangents, *, mode="gpu", **options):
-    """Assert that the results and gradients of kernels and definition agree."""
+def assert_right(arrays, cotangents, *, mode="gpu", cancelling=(), **options):
+    """Assert that the results and gradients of kernels and definition agree.
+
+    Those named in `cancelling` are differences of nearly equal numbers, each of which holds the
+    rounding of a decayed key to bfloat16: they are held to two such roundings of the numbers.
+    """
     with interpreted(mode):
         run = jit(functools.partial(results, "mosaic_gpu", options | {"log_decay_min": -5.0}))
         actual = jax.block_until_ready(run(arrays, cotangents))
@@ -63,7 +67,7 @@ def assert_right(arrays, cotangents, *, mode="gpu", **options):
         )
         expected = jit(functools.partial(results, "reference", options))(*doubles)
     for name, one, two in zip(NAMES, actual, expected, strict=True):
-        assert_within(one, two, "bfloat16", name)
+        assert_within(one, two, 2.5e-2 if name in cancelling else "bfloat16", name)
 
 
 def test_lengths_that_are_no_multiple_of_a_chunk_are_right():
@@ -92,7 +96,8 @@ def test_every_decay_at_a_bound_is_right(gate):
 @pytest.mark.slow
 @pytest.mark.parametrize("similar", [0.05, 1 / 3])
 def test_similar_keys_without_decay_are_right(similar):
-    assert_right(*make_arrays(80, gate=-0.001, similar=similar))
+    arrays = make_arrays(80, gate=-0.001, similar=similar)
+    assert_right(*arrays, cancelling=("dv", "d_beta"))
 
 
 @pytest.mark.slow
