@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import align_varying
+from pallas_kernels.device import current_device
 from pallas_kernels.grouped_matmul.mosaic_tpu_matrices import multiply_groups
 from pallas_kernels.grouped_matmul.mosaic_tpu_rows import RowProducts, multiply_rows
 from pallas_kernels.mxfp4 import MXFP4
@@ -17,9 +18,16 @@ from pallas_kernels.mxfp8 import MXFP8
 
 _LARGEST_WIDTH = 16384  # a tile of rows and a block of 128 columns must fit in vector memory
 
+# Chips with 16 MB of vector memory. The kernels need 30 to 60 MB at the widths of the released
+# model and ask the compiler for as much; v5p and tpu7x have 64 MB, v5e and v6e 128 MB.
+_SMALL_CHIPS = ("tpu-v2", "tpu-v3", "v4")
+
 
 def unsupported(x: jax.Array | MXFP8, *weights: jax.Array | MXFP4) -> str | None:
     """Why the kernels do not take these arguments, or None."""
+    device = current_device().name
+    if device in _SMALL_CHIPS:
+        return f"device {device} has 16 MB of vector memory; TPUs from v5e on are supported"
     _, width, num_columns = weights[0].shape
     is_packed = isinstance(weights[0], MXFP4)
     if not isinstance(x, MXFP8) and x.dtype not in (jnp.float32, jnp.bfloat16):

@@ -65,8 +65,8 @@ class RowProducts:
         operand_of: which rows each matrix is multiplied with.
         transposed: multiply with the transposed matrices.
         epilogue: (float32 products, extra rows) -> results, elementwise.
-        num_outputs: how many.
-        outputs_per_extra: transcendental functions that `epilogue` evaluates for each element.
+        num_outputs: how many results.
+        transcendentals: transcendental functions that `epilogue` evaluates for each element.
     """
 
     name: str
