@@ -65,7 +65,8 @@ def kda_decode(
 
     In this order, each where asked for: `silu(conv(x))` of q, k and v as `short_conv` computes it
     (rounded to their dtype), their L2 norm, the gate, the sigmoid of beta, the delta rule. The
-    kernels read and write the state once; donate it to have it updated in place.
+    kernels read and write the state once. That of TPU updates donated states and tails in place,
+    that of GPU writes new ones.
 
     Args:
         q: [B, T, H, K] with T from 1 to 8, or [B, H, K] for one token; the others then lack the

@@ -10,7 +10,9 @@ from tests.kernels.decode_cases import assert_as_definition, decode, make_operan
 IMPLEMENTATION = "mosaic_gpu"
 
 
-@pytest.mark.parametrize(("dtype", "num_tokens"), [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"), [("float32", 1), pytest.param("bfloat16", 2, marks=pytest.mark.slow)]
+)
 def test_fused_decoding_is_right(dtype, num_tokens):
     operands = make_operands(num_tokens, dtype, rows=1, heads=2)
     with interpreted("gpu"):

@@ -9,7 +9,7 @@ from pallas_kernels import KDAConv, KDAGate, kda, kda_decode, short_conv
 from tests.pallas_kernels.compare import assert_matches_definition, normal
 from tests.tolerances import assert_close
 
-B, T, H, K, V, W = 3, 4, 2, 8, 5, 4
+B, T, H, K, V, W = 3, 2, 2, 8, 5, 4
 
 
 def _operands():
@@ -68,10 +68,10 @@ def test_several_tokens_equal_the_layer_run_in_one_pass(dtype):
 
 @pytest.mark.slow
 def test_every_state_is_the_state_of_so_many_tokens():
-    """What speculation needs: after 1, 2 and 4 accepted tokens the rest has left no trace."""
+    """What speculation needs: after one or two accepted tokens the rest has left no trace."""
     operands = [jnp.asarray(x, jnp.float32) for x in _operands()]
     _, states, tails = _decode("xla", *operands, every_state=True)
-    for accepted in (1, 2, T):
+    for accepted in (1, T):
         some = [x[:, :accepted] for x in operands[:5]] + operands[5:]
         _, state, tail = _decode("xla", *some)
         assert_close(states[:, accepted - 1], state)

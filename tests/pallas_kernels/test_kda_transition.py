@@ -1,5 +1,7 @@
 """Transitions over stretches of tokens, and rows cut into pieces."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,12 +64,12 @@ def test_composed_transitions_are_those_of_the_whole():
     pieces = [transition(*(x[:, n : n + 8] for x in (k, v, log_decay, beta)))
               for n in range(0, 32, 8)]  # fmt: skip
     matrices, states = (jnp.stack(x) for x in zip(*pieces, strict=True))
-    prefix_matrices, prefix_states = compose_transitions(matrices, states)
-    whole_matrix, whole_state = transition(k, v, log_decay, beta)
+    prefix_matrices, prefix_states = jax.jit(compose_transitions)(matrices, states)
+    whole_matrix, whole_state = kda_transition(k, v, log_decay, beta, implementation="reference")
     assert_close(prefix_matrices[-1], whole_matrix)
     assert_close(prefix_states[-1], whole_state)
     initial = jnp.asarray(normal(9, B, H, K, V), jnp.float32)
-    entering = entering_states(matrices[:-1], states[:-1], initial)
+    entering = jax.jit(entering_states)(matrices[:-1], states[:-1], initial)
     assert_close(entering[0], initial)
     for n in range(3):
         assert_close(entering[n + 1], prefix_matrices[n] @ initial + prefix_states[n])
@@ -84,13 +86,30 @@ def test_wide_heads_take_two_runs():
     assert_close(matrix @ initial + state, expected)
 
 
-@pytest.mark.parametrize("segmented", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_rows_in_pieces_equal_whole_rows_in_values_and_gradients(segmented):
+def _pieces_ids():
+    """Runs over borders of pieces, at them, and pieces without tokens."""
+    ids = np.array([[1, 0, 1, 2, 2], [0, 5, 7, 0, 7]]).repeat([4, 8, 11, 13, 10], axis=1)
+    return jnp.asarray(ids)
+
+
+def test_rows_in_pieces_equal_whole_rows():
+    ids, length = _pieces_ids(), 46
+    q = normal(0, B, length, H, K)
+    *tokens, state = _float32((q, *_tokens(length), normal(9, B, H, K, V)))
+    options = {"initial_state": state, "segment_ids": ids}
+    expected = kda(*tokens, **options, implementation="reference")
+    actual = jax.jit(functools.partial(kda, context_chunks=4, log_decay_min=-5.0))(
+        *tokens, **options
+    )
+    for one, two in zip(actual, expected, strict=True):
+        assert_close(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segmented", [False, True])
+def test_rows_in_pieces_have_the_gradients_of_whole_rows(segmented):
     length = 46
-    ids = None
-    if segmented:  # runs over borders of pieces, at them, and pieces without tokens
-        ids = np.array([[1, 0, 1, 2, 2], [0, 5, 7, 0, 7]]).repeat([4, 8, 11, 13, 10], axis=1)
-        ids = jnp.asarray(ids)
+    ids = _pieces_ids() if segmented else None
     q = normal(0, B, length, H, K)
     operands = _float32((q, *_tokens(length), normal(9, B, H, K, V)))
     weight = jnp.asarray(normal(8, B, length, H, V), jnp.float32)
