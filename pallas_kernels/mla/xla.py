@@ -19,19 +19,9 @@ from pallas_kernels.checks import align_varying
 from pallas_kernels.mla.options import AttentionOptions, id_ranges, query_limits
 
 
-def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Einsum summed in float32 (or float64); x is rounded to the dtype of y first.
-
-    Of float32 operands accelerators must not form a shorter product.
-    """
-    exact = y.dtype != jnp.bfloat16
-    return jnp.einsum(
-        letters,
-        x.astype(y.dtype),
-        y,
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.promote_types(y.dtype, jnp.float32),
-    )
+# Operands are float32 here, also of bfloat16 calls: products of rounded weights stray further from
+# float32 than the released bfloat16 model does. Accelerators must not shorten the product either.
+_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +85,7 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _tiled(q, k, v, ids, q_limits) -> _Tiled:
+    precise = jnp.promote_types(q.dtype, jnp.float32)
     tiles = _tiles_for(k.shape[1])
     num_q, num_k = min(tiles.queries, q.shape[1]), min(tiles.keys, k.shape[1])
     q_ids, k_ids = (None, None) if ids is None else ids
@@ -104,7 +95,7 @@ def _tiled(q, k, v, ids, q_limits) -> _Tiled:
         k_is_real &= k_ids != 0
 
     def heads_first(x, is_real, tokens):
-        x = jnp.where(is_real[:, :, None, None], x, 0)
+        x = jnp.where(is_real[:, :, None, None], x, 0).astype(precise)
         return _pad(jnp.swapaxes(x, 1, 2), 2, tokens)
 
     q = heads_first(q, q_is_real, num_q)
@@ -211,7 +202,7 @@ def _attention_backward(options, kept, cotangents):
     sees_any = jnp.swapaxes(log_sum < jnp.inf, 1, 2)[..., None]
     d_output = jnp.where(sees_any, d_output, 0).astype(precise)  # [B, T, H, V]
     offset = jnp.sum(d_output * output, axis=-1)
-    d_output = _pad(jnp.swapaxes(d_output.astype(q.dtype), 1, 2), 2, tiled.num_q)
+    d_output = _pad(jnp.swapaxes(d_output, 1, 2), 2, tiled.num_q)
     offset = _pad(jnp.swapaxes(offset, 1, 2), 2, tiled.num_q)
     num_extra = -log_sum.shape[2] % tiled.num_q
     log_sum = jnp.pad(log_sum, ((0, 0), (0, 0), (0, num_extra)), constant_values=jnp.inf)
