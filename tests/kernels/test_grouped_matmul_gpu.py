@@ -2,21 +2,19 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import MXFP4, SituGLU, grouped_glu, grouped_matmul, quantize_mxfp8
+from pallas_kernels import MXFP4, grouped_matmul, quantize_mxfp8
 from pallas_kernels.grouped_matmul.mosaic_gpu_matrices import MatrixTiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_plan import plan_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import RowTiles
 from pallas_kernels.tiles import with_tiles
 from tests.kernels.errors import assert_within
-from tests.pallas_kernels.compare import normal, values_and_gradients
-
-ACTIVATION = SituGLU(4.0, 25.0)
+from tests.kernels.grouped_cases import assert_as_definition, gated, matrices, product
+from tests.pallas_kernels.compare import normal
 
 # One block and small tiles: few rows reach every part of the kernels.
 TILES = {
@@ -29,56 +27,27 @@ TILES = {
 TWO_BLOCKS = {name: dataclasses.replace(tiles, blocks=2) for name, tiles in TILES.items()}
 
 
-def compare(op, x, weights, sizes, dtype="bfloat16", mode="gpu", tiles=TILES):
-    """Values and all gradients of op(implementation, x, *weights) against float64.
-
-    Rows of x and of the cotangent that belong to no group are NaN for the kernels.
-    """
-    total = sum(sizes)
-    operands = [jnp.asarray(operand, dtype) for operand in (x, *weights)]
-    shape = jax.eval_shape(lambda *operands: op("xla", *operands), *operands).shape
-    cotangent = jnp.asarray(normal(100, *shape), dtype)
-    is_past = np.arange(x.shape[0])[:, None] >= total
-    poisoned = [jnp.where(is_past, jnp.nan, operands[0]), *operands[1:]]
+def compare(op, rows, sizes, weights, dtype="bfloat16", mode="gpu", tiles=TILES):
+    """Values and all gradients of the interpreted kernels against float64."""
     with pallas_kernels.interpreted(mode), with_tiles(**tiles):
-        (output,), gradients = values_and_gradients(
-            lambda *operands: op("mosaic_gpu", *operands),
-            poisoned,
-            [jnp.where(is_past, jnp.nan, cotangent)],
-        )
-    with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(array, np.float64)) for array in (*operands, cotangent)]
-        (exact_output,), exact_gradients = values_and_gradients(
-            lambda *operands: op("reference", *operands), exact[:-1], exact[-1:]
-        )
-    assert output.dtype == dtype and not np.any(output[total:])
-    assert not np.any(gradients[0][total:])
-    assert_within(output, exact_output, dtype, "output")
-    for number, gradient in enumerate(gradients):
-        assert_within(gradient, exact_gradients[number], dtype, f"gradient {number}")
+        assert_as_definition(op(sizes), rows, sizes, weights, "mosaic_gpu", dtype)
 
 
-def product(sizes):
-    return lambda implementation, x, weights: grouped_matmul(
-        x, weights, jnp.array(sizes), implementation=implementation
-    )
+def several(number, sizes, width, columns, dtype="bfloat16"):
+    return [matrices(1 + n, sizes, width, columns, dtype) for n in range(number)]
 
 
-def gated(sizes):
-    return lambda implementation, x, gate, up: grouped_glu(
-        x, gate, up, jnp.array(sizes), activation=ACTIVATION, implementation=implementation
-    )
+def packed(number, sizes, width, columns):
+    return [MXFP4.quantize(w) for w in several(number, sizes, width, columns, "float32")]
 
 
 def test_product_and_gradients_match_definition():
-    sizes = (130, 7)
-    compare(product(sizes), normal(0, 143, 72), [normal(1, 2, 72, 40)], sizes)
+    compare(product, normal(0, 143, 72), (130, 7), several(1, (130, 7), 72, 40))
 
 
 @pytest.mark.slow
 def test_gated_product_and_gradients_match_definition():
-    sizes = (140, 9)
-    compare(gated(sizes), normal(0, 150, 40), [normal(n, 2, 40, 72) / 6 for n in (1, 2)], sizes)
+    compare(gated, normal(0, 150, 40), (140, 9), several(2, (140, 9), 40, 72))
 
 
 @pytest.mark.slow
@@ -87,29 +56,19 @@ def test_gated_product_and_gradients_match_definition():
 )
 def test_group_sizes_match_definition(sizes):
     rows = max(sum(sizes), 1) + (0 if sizes == (64, 128) else 3)
-    compare(product(sizes), normal(0, rows, 64), [normal(1, len(sizes), 64, 64)], sizes)
+    compare(product, normal(0, rows, 64), sizes, several(1, sizes, 64, 64), tiles=TWO_BLOCKS)
 
 
 @pytest.mark.slow
 def test_float32_matches_definition():
     sizes = (30, 0, 40)
-    weights = normal(1, 3, 70, 40), normal(2, 3, 70, 40)
-    compare(product(sizes), normal(0, 80, 70), weights[:1], sizes, "float32")
-    compare(gated(sizes), normal(0, 80, 70) / 8, weights, sizes, "float32")
-
-
-def packed(seed, *shape):
-    return MXFP4.quantize(jnp.asarray(normal(0, *shape) / 6, jnp.float32))
-
-
-def of_packed(op, *weights):
-    """The op with packed weights, which are constants."""
-    return lambda implementation, x: op(implementation, x, *weights)
+    compare(product, normal(0, 80, 70), sizes, several(1, sizes, 70, 40, "float32"), "float32")
+    compare(gated, normal(0, 80, 70), sizes, several(2, sizes, 70, 40, "float32"), "float32")
 
 
 def test_packed_product_matches_definition():
     sizes = (0, 9, 3)
-    x, weights = jnp.bfloat16(normal(0, 15, 96)), packed(1, 3, 96, 40)
+    x, (weights,) = jnp.bfloat16(normal(0, 15, 96)), packed(1, sizes, 96, 40)
     with pallas_kernels.interpreted("gpu"), with_tiles(**TILES):
         output = grouped_matmul(x, weights, jnp.array(sizes), implementation="mosaic_gpu")
     exact = grouped_matmul(x.astype(jnp.float32), weights, jnp.array(sizes))
@@ -118,12 +77,10 @@ def test_packed_product_matches_definition():
 
 @pytest.mark.slow
 def test_packed_products_and_gradients_match_definition():
-    sizes = (130, 25)
-    gate, up = packed(1, 2, 160, 136), packed(2, 2, 160, 136)
-    compare(of_packed(product(sizes), gate), normal(0, 160, 160), [], sizes)
-    compare(of_packed(gated(sizes), gate, up), normal(0, 160, 160), [], sizes, tiles=TWO_BLOCKS)
-    few = (3, 20)
-    compare(of_packed(gated(few), gate, up), normal(0, 26, 160), [], few)
+    sizes, few = (130, 25), (3, 20)
+    compare(product, normal(0, 160, 160), sizes, packed(1, sizes, 160, 136))
+    compare(gated, normal(0, 160, 160), sizes, packed(2, sizes, 160, 136), tiles=TWO_BLOCKS)
+    compare(gated, normal(0, 26, 160), few, packed(2, few, 160, 136))
 
 
 @pytest.mark.slow
@@ -143,22 +100,15 @@ def test_all_codes_and_scales_are_decoded():
 
 @pytest.mark.slow
 def test_mxfp8_rows_match_definition():
-    sizes = jnp.array([30, 0, 7])
-    x, weights = quantize_mxfp8(jnp.asarray(normal(0, 40, 96), jnp.float32)), packed(1, 3, 96, 40)
-    with pallas_kernels.interpreted("gpu"), with_tiles(**TILES):
-        output = grouped_matmul(x, weights, sizes, implementation="mosaic_gpu")
-    assert output.dtype == jnp.bfloat16
-    exact = grouped_matmul(x.dequantize(jnp.float32), weights, sizes)
-    assert_within(output, exact, "bfloat16")
+    rows = quantize_mxfp8(jnp.asarray(normal(0, 40, 96), jnp.float32))
+    compare(product, rows, (30, 0, 7), packed(1, (30, 0, 7), 96, 40))
 
 
 @pytest.mark.slow
 def test_kernels_have_no_races():
-    sizes = (130, 7)
-    weights = [normal(n, 2, 64, 64) / 8 for n in (1, 2)]
-    compare(gated(sizes), normal(0, 140, 64), weights, sizes, mode="gpu_races")
-    few = of_packed(product((3, 9)), packed(1, 2, 128, 128))
-    compare(few, normal(0, 12, 128), [], (3, 9), mode="gpu_races")
+    sizes, few = (130, 7), (3, 9)
+    compare(gated, normal(0, 140, 64), sizes, several(2, sizes, 64, 64), mode="gpu_races")
+    compare(product, normal(0, 12, 128), few, packed(1, few, 128, 128), mode="gpu_races")
 
 
 def test_plan_multiplies_few_rows_more_than_there_are():
