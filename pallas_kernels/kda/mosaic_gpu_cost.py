@@ -33,7 +33,7 @@ def prepare_cost(log_decay: jax.Array, *, parts: int, marked: bool) -> pl.CostEs
     # Five exponents and three products of keys, three of queries; the inverse.
     products = blocks * (5 * parts + 6) + 13
     decay = CHUNK * key_dim * log_decay.dtype.itemsize
-    moved = (2 + 3) * blocks * _BLOCK + decay + _ROW * (4 if marked else 1)
+    moved = (2 + 3) * blocks * _BLOCK + decay + _ROW * (5 if marked else 1)
     moved += 2 * _BLOCK + 4 * key_dim
     return _cost(chunks, products, moved, 6 * CHUNK * key_dim)
 
@@ -65,7 +65,7 @@ def gradients_cost(
     # Through states and pairs; five exponents and their gradients; two borders and the tiles.
     products = 5 * slices + 5 * parts + 10 + 2 * 4 + 4
     decay = CHUNK * BLOCK * log_decay.dtype.itemsize
-    moved = (4 + 8 * slices) * _BLOCK + 2 * decay + _ROW * (4 if marked else 1) + 4 * BLOCK
+    moved = (4 + 8 * slices) * _BLOCK + 2 * decay + _ROW * (5 if marked else 1) + 4 * BLOCK
     return _cost(programs, products, moved, 7 * CHUNK * BLOCK + BLOCK)
 
 

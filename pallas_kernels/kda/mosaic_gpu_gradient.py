@@ -64,12 +64,13 @@ def run_gradients(
         "zeros": plgpu.SMEM((2 * CHUNK,), jnp.int32),
         "beta_row": plgpu.SMEM((CHUNK,), _F32),
         "total_row": plgpu.SMEM((BLOCK,), _F32),
-        "loaded": plgpu.Barrier(num_arrivals=8 if has_marks else 5),
+        "loaded": plgpu.Barrier(num_arrivals=9 if has_marks else 5),
         "slice_loaded": plgpu.Barrier(num_arrivals=3),
         "states_loaded": plgpu.Barrier(num_arrivals=2),
     }
     if has_marks:
-        scratch["mark_rows"] = plgpu.SMEM((3, CHUNK), _F32)
+        # The run of each token twice, for it is read along rows and along columns.
+        scratch["mark_rows"] = tuple(plgpu.SMEM((CHUNK,), _F32) for _ in range(4))
 
     def body(q, k, log_decay, beta, *refs, **scratch):
         marks, refs = (refs[0], refs[1:]) if has_marks else (None, refs)
@@ -143,7 +144,7 @@ def _kernel(
     copy(loaded, (beta.at[row, head, tokens], beta_row))
     copy(loaded, (total.at[row, head, chunk, keys], total_row))
     if marks is not None:
-        copy(loaded, *((marks.at[row, i, tokens], mark_rows.at[i]) for i in range(3)))
+        copy(loaded, *((marks.at[row, i % 3, tokens], mark_rows[i]) for i in range(4)))
 
     num_slices = d_output.shape[-1] // BLOCK
 
@@ -207,7 +208,7 @@ def _kernel(
         at.reach[...] = reach.astype(_BF16)
         plgpu.commit_smem()
         decayed = jnp.exp(exponent(at.reach, at.decay_parts))
-        return decayed if marks is None else decayed * over_rows(mark_rows[mark])
+        return decayed if marks is None else decayed * over_rows(mark_rows[mark][...])
 
     def through_reach(exponents, *, first=False):
         """Add M^T times the gradient of the exponents M g to that of g."""
@@ -254,7 +255,7 @@ def _kernel(
         distances = tiles.distance()
         mask = (distances >= nearest) & (distances < farthest)
         if marks is not None:
-            mask = mask & tiles.same_run(mark_rows.at[0])
+            mask = mask & tiles.same_run(mark_rows[0], mark_rows[3])
         for source, target in (
             (at.d_output_or_score_q, at.update_or_masked_q),
             (at.d_v_or_score_k, at.state_or_masked_k),

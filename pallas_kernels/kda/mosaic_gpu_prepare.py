@@ -64,11 +64,12 @@ def prepare(q, k, log_decay, beta, marks, *, scale) -> Prepared:
         "zeros": plgpu.SMEM((2 * CHUNK,), jnp.int32),
         "total_block": plgpu.SMEM((BLOCK,), _F32),
         "beta_row": plgpu.SMEM((CHUNK,), _F32),
-        "loaded": plgpu.Barrier(num_arrivals=2 * num_blocks + 1 + (0 if marks is None else 3)),
+        "loaded": plgpu.Barrier(num_arrivals=2 * num_blocks + 1 + (0 if marks is None else 4)),
         "decay_loaded": plgpu.Barrier(num_arrivals=1),
     }
     if marks is not None:
-        scratch["mark_rows"] = plgpu.SMEM((3, CHUNK), _F32)
+        # The run of each token twice, for it is read along rows and along columns.
+        scratch["mark_rows"] = tuple(plgpu.SMEM((CHUNK,), _F32) for _ in range(4))
 
     def body(q, k, log_decay, beta, *refs, **scratch):
         marks, outputs = (None, refs) if len(refs) == 6 else (refs[0], refs[1:])
@@ -116,8 +117,8 @@ def _kernel(
             )
     plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], beta_row, loaded)
     if marks is not None:
-        for index in range(3):
-            plgpu.copy_gmem_to_smem(marks.at[row, index, tokens], mark_rows.at[index], loaded)
+        for index in range(4):
+            plgpu.copy_gmem_to_smem(marks.at[row, index % 3, tokens], mark_rows[index], loaded)
 
     @each_block
     def _(index):
@@ -146,7 +147,7 @@ def _kernel(
         reach, first, second, _ = views()
         decayed = jnp.exp(exponent(reach, parts(index)))
         if marks is not None:
-            decayed = decayed * tiles.over_rows(mark_rows[1])
+            decayed = decayed * tiles.over_rows(mark_rows[1][...])
         first[...] = (scale * decayed * q_blocks[index].astype(_F32)).astype(_BF16)
         second[...] = (decayed * k_blocks[index].astype(_F32)).astype(_BF16)
         plgpu.commit_smem()
@@ -163,7 +164,7 @@ def _kernel(
         reach, first, *_ = views()
         decayed = jnp.exp(exponent(reach, parts(index)))
         if marks is not None:
-            decayed = decayed * tiles.over_rows(mark_rows[2])
+            decayed = decayed * tiles.over_rows(mark_rows[2][...])
         first[...] = (decayed * k_blocks[index].astype(_F32)).astype(_BF16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(first, k_end.at[row, head, chunk, :, columns(index)])
@@ -203,7 +204,7 @@ def _kernel(
     plgpu.commit_smem()
     score_of_q, score_of_k = _add_pairs(scores, num_blocks, operands_in_tile, 0, tiles.TILE)
     if marks is not None:
-        same = tiles.same_run(mark_rows.at[0])
+        same = tiles.same_run(mark_rows[0], mark_rows[3])
         score_of_k, score_of_q = tiles.keep(same, score_of_k), tiles.keep(same, score_of_q)
 
     block, *_ = views()

@@ -140,11 +140,14 @@ def pairs_at(border: int | jax.Array, distances: jax.Array) -> jax.Array:
     return (distances >= border) & (distances < 2 * border)
 
 
-def same_run(run) -> jax.Array:
-    """Mask of pairs of one run, from the number of each token's run [64] in shared memory."""
+def same_run(run, again) -> jax.Array:
+    """Mask of pairs of one run, from the number of each token's run [64] in shared memory.
+
+    Given twice: for one array read along rows and along columns jax 0.12 searches minutes for a
+    layout.
+    """
     square = (CHUNK, CHUNK)
-    # Read twice: what is repeated along rows is held by other threads than along columns.
-    return over_rows(run[...], square) == over_columns(run[...], square)
+    return over_rows(run[...], square) == over_columns(again[...], square)
 
 
 def reach_from_start() -> jax.Array:
