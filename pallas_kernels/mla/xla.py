@@ -18,7 +18,6 @@ from jax import lax
 from pallas_kernels.checks import align_varying
 from pallas_kernels.mla.options import AttentionOptions, id_ranges, query_limits
 
-
 # Operands are float32 here, also of bfloat16 calls: products of rounded weights stray further from
 # float32 than the released bfloat16 model does. Accelerators must not shorten the product either.
 _product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
