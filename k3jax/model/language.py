@@ -37,7 +37,7 @@ class LanguageModel(nnx.Module):
         x = stream.prefix
         mixture = None
         if self.cfg.attention_residual_block is not None:
-            x, mixture = self.output_mix(stream.bank, stream.prefix, stream.count)
+            x, mixture, _ = self.output_mix(stream.bank, stream.prefix, stream.count)
         return self.norm(x), caches, collected, mixture
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, W] float32

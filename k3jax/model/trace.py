@@ -78,7 +78,7 @@ def _trace_arrays(model, tokens, segment_ids, media):
         attention = stack_collected(collected, "attention_mix")
         feed_forward = stack_collected(collected, "feed_forward_mix")
         pairs = jnp.stack([attention, feed_forward], axis=1).reshape(-1, *attention.shape[1:])
-        last = in_source_order(mixture, blocks, blocks)
+        last = in_source_order(mixture, blocks)
         # Layer 0 has no attention mixture: its only source is the embedding.
         result["attention_residual_weights"] = jnp.concatenate([pairs[1:], last[None]])
     return result

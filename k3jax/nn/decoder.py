@@ -25,10 +25,6 @@ class Stream(NamedTuple):
     bank: jax.Array  # [N, B, T, D] finished blocks, the embedding first; fixed size
     count: int | jax.Array  # bank entries that exist
 
-    def readable(self, most: int) -> jax.Array:
-        """Bank entries worth reading when at most `most` exist at this depth."""
-        return self.bank[: self.count if isinstance(self.count, int) else most]
-
     def push(self, starts: bool | jax.Array) -> "Stream":
         """Append `prefix` to the bank where a block starts."""
         if starts is False:
@@ -89,13 +85,12 @@ class DecoderLayer(nnx.Module):
         collected = {}
         x = stream.prefix
         if mixes:
-            x, probabilities = self.attention_mix(
-                stream.readable(most_blocks), stream.prefix, stream.count
+            x, probabilities, bank = self.attention_mix(
+                stream.bank, stream.prefix, stream.count, most_blocks
             )
+            stream = stream._replace(bank=bank)
             if context.trace:
-                collected["attention_mix"] = in_source_order(
-                    probabilities, stream.count, self.cfg.num_blocks
-                )
+                collected["attention_mix"] = in_source_order(probabilities, stream.count)
         attended, cache = self.attention(self.input_norm(x), cache, context)
         if mixes:
             stream = stream.push(starts_block)
@@ -103,13 +98,12 @@ class DecoderLayer(nnx.Module):
             if not isinstance(starts_block, bool):
                 kept = jnp.where(starts_block, jnp.zeros_like(stream.prefix), stream.prefix)
             stream = stream._replace(prefix=kept + attended)
-            x, probabilities = self.feed_forward_mix(
-                stream.readable(most_blocks), stream.prefix, stream.count
+            x, probabilities, bank = self.feed_forward_mix(
+                stream.bank, stream.prefix, stream.count, most_blocks
             )
+            stream = stream._replace(bank=bank)
             if context.trace:
-                collected["feed_forward_mix"] = in_source_order(
-                    probabilities, stream.count, self.cfg.num_blocks
-                )
+                collected["feed_forward_mix"] = in_source_order(probabilities, stream.count)
         else:
             stream = stream._replace(prefix=stream.prefix + attended)
             x = stream.prefix
@@ -125,9 +119,8 @@ class DecoderLayer(nnx.Module):
         return stream, cache, collected
 
 
-def in_source_order(probabilities: jax.Array, count, num_blocks: int) -> jax.Array:
-    """[B, T, n + 1] with `current` last -> [B, T, N + 1] with it after the existing entries."""
+def in_source_order(probabilities: jax.Array, count) -> jax.Array:
+    """[B, T, N + 1] with `current` last -> the same with it after the existing entries."""
     banked, current = probabilities[..., :-1], probabilities[..., -1:]
-    padding = num_blocks - banked.shape[-1]
-    banked = jnp.pad(banked, ((0, 0), (0, 0), (0, padding + 1)))
-    return banked + current * (jnp.arange(num_blocks + 1) == count)
+    banked = jnp.pad(banked, ((0, 0), (0, 0), (0, 1)))
+    return banked + current * (jnp.arange(banked.shape[-1]) == count)

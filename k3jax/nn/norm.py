@@ -29,9 +29,16 @@ class DepthMix(nnx.Module):
         self.proj = weight(None, (dim,), (None,), Constant(0.0))
 
     def __call__(
-        self, bank: jax.Array, current: jax.Array, count: int | jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Mixture of the first `count` entries of bank [N, B, T, D] and current [B, T, D]."""
+        self,
+        bank: jax.Array,
+        current: jax.Array,
+        count: int | jax.Array,
+        most: int | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Mixture of the first `count` entries of bank [N, B, T, D] and current [B, T, D].
+
+        `most` bounds a traced count. See `ops.depth_mix` for the results.
+        """
         with jax.named_scope("depth_mix"):
             query = self.norm[...].astype(jnp.float32) * self.proj[...].astype(jnp.float32)
-            return ops.depth_mix(bank, current, query, count, eps=self.eps)
+            return ops.depth_mix(bank, current, query, count, eps=self.eps, most=most)

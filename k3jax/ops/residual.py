@@ -14,22 +14,26 @@ def depth_mix(
     count: int | jax.Array,
     *,
     eps: float,
-) -> tuple[jax.Array, jax.Array]:
+    most: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mix of the first `count` bank entries and `current`; see `pallas_kernels.attention_residual`.
 
     Returns:
-        mixed [B, T, D] in current's dtype, and the probabilities [B, T, N + 1] float32, bank
-        entries first (zero for those that do not exist), `current` last.
+        mixed [B, T, D] in current's dtype; the probabilities [B, T, N + 1] float32, bank entries
+        first (zero for those that do not exist), `current` last; and the bank, to be read from
+        there on, so that its gradients are added up in place.
     """
     batch, tokens, _ = meshes.spec_of(current)
-    row = P(batch, tokens, None)
+    row, entries = P(batch, tokens, None), P(None, batch, tokens, None)
 
-    def run(bank, current, query, count):
-        return pallas_kernels.attention_residual(bank, current, query, count, eps=eps)
+    def run(bank, current, query, *traced):
+        return pallas_kernels.attention_residual(
+            bank, current, query, *(traced or [count]), eps=eps, most=most, return_bank=True
+        )
 
+    # A known count stays known inside: kernels then visit only what exists.
+    traced = () if isinstance(count, int) else (jax.numpy.asarray(count, jax.numpy.int32),)
     if not meshes.has_mesh():
-        return run(bank, current, query, count)
-    specs = (P(None, batch, tokens, None), row, P(None), P())
-    return meshes.per_device(run, specs, (row, row))(
-        bank, current, query, jax.numpy.asarray(count, jax.numpy.int32)
-    )
+        return run(bank, current, query, *traced)
+    specs = (entries, row, P(None), *[P()] * len(traced))
+    return meshes.per_device(run, specs, (row, row, entries))(bank, current, query, *traced)
