@@ -135,7 +135,7 @@ def _worker(question: dict) -> None:
             variants = [
                 ({"kernel": kernel, "candidate": number}, {kernel: tiles})
                 for kernel, options in case.candidates.items()
-                if platform in kernel
+                if kernel.endswith(platform)
                 for number, tiles in enumerate(options)
             ]
         for labels, tiles in variants:

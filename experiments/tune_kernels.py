@@ -52,7 +52,7 @@ def tune_here(config: TuneConfig, console: Console) -> dict[str, dict[str, int]]
     seconds: dict[str, dict] = {}
     for case in find_cases(op=config.op, size=config.size):
         for kernel, options in case.candidates.items():
-            if platform not in kernel:
+            if not kernel.endswith(platform):
                 continue
             for tiles, value in _time_candidates(case, kernel, options, config, console).items():
                 seconds.setdefault(kernel, {}).setdefault(tiles, []).append(value)

@@ -58,13 +58,13 @@ def _case(
         bytes=moved,
         baselines={"plain": plain},
         candidates={
-            "cross_entropy_forward": (
+            "cross_entropy_forward_tpu": (
                 CrossEntropyTiles(),
                 CrossEntropyTiles(tokens=1024),
                 CrossEntropyTiles(vocabulary=1024),
                 CrossEntropyTiles(width=1024),
             ),
-            "cross_entropy_d_logits": (
+            "cross_entropy_d_logits_tpu": (
                 CrossEntropyTiles(),
                 CrossEntropyTiles(tokens=1024),
                 CrossEntropyTiles(width=1024),

@@ -146,14 +146,14 @@ def _candidates(shape: _Shape, has_matrices: bool) -> dict:
         return {}
     if shape.rows <= 64:
         return {
-            "grouped_decode": tuple(
+            "grouped_decode_tpu": tuple(
                 RowTiles(rows=64, part=part, columns=columns, weight_bytes=size << 20)
                 for part in (16, 32, 64)
                 for columns, size in ((256, 4), (512, 8))
             )
         }
     candidates = {
-        "grouped_rows": tuple(
+        "grouped_rows_tpu": tuple(
             RowTiles(rows=rows, part=128, columns=columns, weight_bytes=size << 20)
             for rows, columns, size in (
                 *((256, 256, 6), (256, 512, 12), (512, 256, 6), (512, 256, 12)),
@@ -162,7 +162,7 @@ def _candidates(shape: _Shape, has_matrices: bool) -> dict:
         )
     }
     if has_matrices:
-        candidates["grouped_matrices"] = tuple(
+        candidates["grouped_matrices_tpu"] = tuple(
             MatrixTiles(rows=rows, part=128, height=height, block=block, sum_bytes=size << 20)
             for rows, height, block, size in (
                 *((256, 256, 1024, 6), (512, 256, 1792, 12), (512, 512, 1792, 12)),

@@ -129,7 +129,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
             flops=flops,
             bytes=forward,
             baselines={"chunked": _baseline_forward} if plain else {},
-            candidates=candidates("kda_forward"),
+            candidates=candidates("kda_forward_tpu"),
             implementations=bounded,
             **common,
         ),
@@ -140,7 +140,7 @@ def _cases(size, shape, dtype, *, raw=False, others=False, label=""):
             # Both read the operands; gradients, and that of the output, are of their sizes.
             bytes=forward + 7 * row + 2 * gate + 8 * cells + 2 * states,
             baselines={"chunked": _baseline_forward_and_backward} if plain else {},
-            candidates=candidates("kda_forward", "kda_backward"),
+            candidates=candidates("kda_forward_tpu", "kda_backward_tpu"),
             implementations=bounded,
             **common,
         ),

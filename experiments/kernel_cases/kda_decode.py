@@ -70,7 +70,7 @@ def _case(size, name, rows, num_tokens, heads, *, every_state=False):
         bytes=state_bytes * (1 + (num_tokens if every_state else 1))
         + row_bytes * (5 * num_tokens + 6 * (_TAPS - 1)),
         baselines={} if every_state else {"in parts": _in_parts},
-        candidates={"kda_decode": tuple(DecodeTiles(heads=heads) for heads in (16, 32, 48))}
+        candidates={"kda_decode_tpu": tuple(DecodeTiles(heads=heads) for heads in (16, 32, 48))}
         if size == "k3" and heads == 96
         else {},
     )

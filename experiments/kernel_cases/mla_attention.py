@@ -15,9 +15,9 @@ _TPU_TILES = tuple(
     for queries, keys in itertools.product((256, 512, 1024), (256, 512, 1024))
 )
 _CANDIDATES = {
-    "mla_attention_forward": _TPU_TILES,
-    "mla_attention_key_gradients": _TPU_TILES,
-    "mla_attention_query_gradients": _TPU_TILES,
+    "mla_attention_forward_tpu": _TPU_TILES,
+    "mla_attention_key_gradients_tpu": _TPU_TILES,
+    "mla_attention_query_gradients_tpu": _TPU_TILES,
 }
 
 

@@ -56,7 +56,7 @@ def _case(name, size, rows, queries, heads, tokens, page_size, dtype="bfloat16",
         implementations=("xla", "mosaic_tpu"),
         flops=2.0 * pairs * (width + _VALUES),
         bytes=float(moved * itemsize),
-        candidates={"mla_decode": tuple(DecodeTiles(tokens=n) for n in (256, 512, 1024, 2048))},
+        candidates={"mla_decode_tpu": tuple(DecodeTiles(tokens=n) for n in (256, 512, 1024, 2048))},
     )
 
 

@@ -264,14 +264,14 @@ def _terms(x, weight, targets):
 
 
 def _forward(x, weight, targets):
-    tiles = choose_tiles("cross_entropy_forward", CrossEntropyTiles())
+    tiles = choose_tiles("cross_entropy_forward_tpu", CrossEntropyTiles())
     logsumexp, chosen = _reduced(x, weight, targets, tiles)
     return (logsumexp, chosen), (x, weight, targets, logsumexp)
 
 
 def _backward(residuals, cotangents):
     x, weight, targets, logsumexp = residuals
-    tiles = choose_tiles("cross_entropy_d_logits", CrossEntropyTiles())
+    tiles = choose_tiles("cross_entropy_d_logits_tpu", CrossEntropyTiles())
 
     terms = jnp.stack([logsumexp, *cotangents], axis=1)
 

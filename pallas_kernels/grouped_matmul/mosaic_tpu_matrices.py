@@ -57,7 +57,7 @@ def multiply_groups(x: jax.Array, d: jax.Array, group_sizes: jax.Array, dtype) -
     """
     (num_rows, width), num_columns = x.shape, d.shape[1]
     num_groups = group_sizes.shape[0]
-    tiles = choose_tiles("grouped_matrices", MatrixTiles()).fit(num_rows)
+    tiles = choose_tiles("grouped_matrices_tpu", MatrixTiles()).fit(num_rows)
     height = block_width(width, tiles.block, LANES)
     columns = block_width(num_columns, tiles.sum_bytes // (4 * height), LANES)
     visits = matrix_visits(group_sizes, num_rows, tiles.rows)

@@ -110,7 +110,8 @@ def multiply_rows(
     is_packed = isinstance(matrices[0], MXFP4)
     is_few = num_rows <= FEW_ROWS
     tiles = choose_tiles(
-        "grouped_decode" if is_few else "grouped_rows", DECODE_TILES if is_few else RowTiles()
+        "grouped_decode_tpu" if is_few else "grouped_rows_tpu",
+        DECODE_TILES if is_few else RowTiles(),
     ).fit(num_rows)
     per_column = width * dtype.itemsize * len(matrices)
     multiple = 2 * LANES if is_packed and products.transposed else LANES

@@ -34,7 +34,7 @@ class DecodeTiles:
 
 
 def _choose_heads(num_heads: int) -> int:
-    most = choose_tiles("kda_decode", DecodeTiles()).heads
+    most = choose_tiles("kda_decode_tpu", DecodeTiles()).heads
     fitting = range(_PACKED_ROWS, min(most, num_heads) + 1, _PACKED_ROWS)
     return max((n for n in fitting if num_heads % n == 0), default=num_heads)
 
@@ -238,8 +238,7 @@ def _convolve(inputs: dict, which: int, window: list, token: int) -> jax.Array:
     taps = weight.shape[0]
     # The order of the sum and the rounding are those of `short_conv`.
     total = sum(
-        weight[taps - 1 - n] * window[token + taps - 1 - n].astype(jnp.float32)
-        for n in range(taps)
+        weight[taps - 1 - n] * window[token + taps - 1 - n].astype(jnp.float32) for n in range(taps)
     )
     convolved = total * jax.nn.sigmoid(total)
     return convolved.astype(window[0].dtype).astype(jnp.float32)

@@ -24,7 +24,7 @@ _LOWEST_BOUND = -5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KDATiles:
-    """How a kernel cuts the work, "kda_forward" and "kda_backward" in the tables.
+    """How a kernel cuts the work, "kda_forward_tpu" and "kda_backward_tpu" in the tables.
 
     Attributes:
         heads: most heads of one grid step at head size 128 and bfloat16 operands; a divisor of H is
@@ -94,7 +94,7 @@ def kda_mosaic_tpu(
         runs = _find_starts(slot, continues)
     exact = any(x.dtype == jnp.float32 for x in (q, k, v))
     bound = log_decay_min if A_log is None else lower_bound
-    keeps_32 = exact or choose_tiles("kda_forward", KDATiles()).state_bits == 32
+    keeps_32 = exact or choose_tiles("kda_forward_tpu", KDATiles()).state_bits == 32
     options = Options(
         heads=num_heads,  # chosen by kernel
         key_dim=-(-key_dim // _LANES) * _LANES,
@@ -211,7 +211,7 @@ def _group(options: Options, kernel: str, floats: tuple, marks: jax.Array):
     """Choose the heads of one step and lay beta out for them."""
     *tokens, beta, gate, state = floats
     num_rows, num_heads, num_chunks, _ = beta.shape
-    room = 2 * choose_tiles(kernel, KDATiles()).heads * _LANES
+    room = 2 * choose_tiles(f"{kernel}_tpu", KDATiles()).heads * _LANES
     need = max(options.key_dim, options.value_dim) * (3 if options.exact else 2)
     most = max(1, room // need)
     heads = max(n for n in range(1, min(most, num_heads) + 1) if num_heads % n == 0)

@@ -67,7 +67,7 @@ def mla_decode(
     batch, num_queries, heads, width = q_latent.shape
     num_pages, page_size, _ = pages.shape
     max_pages, rows = block_table.shape[1], num_queries * heads
-    tiles = choose_tiles("mla_decode", DecodeTiles())
+    tiles = choose_tiles("mla_decode_tpu", DecodeTiles())
     per_step = min(-(-tiles.tokens // page_size), max_pages)
     steps = -(-max_pages // per_step)
 

@@ -119,10 +119,10 @@ def _attention_backward(call, kept, cotangents):
             call.options.causal, ids, offset, call.num_queries, call.num_keys, **sizes
         )
 
-    tiles = choose_tiles("mla_attention_key_gradients", KeyGradientTiles())
+    tiles = choose_tiles("mla_attention_key_gradients_gpu", KeyGradientTiles())
     of_keys = ranges(num_q=tiles.queries, num_k=_BLOCK, over_keys=False)
     d_k, d_v = key_gradients(call, tiles, *operands, of_keys)
-    tiles = choose_tiles("mla_attention_query_gradients", QueryGradientTiles())
+    tiles = choose_tiles("mla_attention_query_gradients_gpu", QueryGradientTiles())
     of_queries = ranges(num_q=_BLOCK, num_k=tiles.keys, over_keys=True)
     return query_gradients(call, tiles, *operands, of_queries), d_k, d_v, None, None
 

@@ -38,7 +38,7 @@ class ForwardTiles:
 
 def forward_tiles(call: Call) -> ForwardTiles:
     """Return the tiles for the current device; smaller where the output needs room of its own."""
-    tiles = choose_tiles("mla_attention_forward", ForwardTiles())
+    tiles = choose_tiles("mla_attention_forward_gpu", ForwardTiles())
     if _shares_memory(call):
         return tiles
     return dataclasses.replace(tiles, keys=min(tiles.keys, 64))

@@ -234,4 +234,4 @@ class Passage:
 
 def passage(plan: Plan, kernel: str, over_keys: bool) -> Passage:
     """Return how the named kernel runs on the current device."""
-    return Passage(plan, choose_tiles(kernel, AttentionTiles()), over_keys)
+    return Passage(plan, choose_tiles(f"{kernel}_tpu", AttentionTiles()), over_keys)

@@ -32,7 +32,7 @@ def choose_tiles(kernel: str, defaults: Tiles) -> Tiles:
     """Return the tiles of a kernel for the current device.
 
     Args:
-        kernel: key of the tables, "kda_forward".
+        kernel: key of the tables, "kda_forward_tpu"; it ends in the platform.
         defaults: instance of the kernel's frozen dataclass, used where the table says nothing.
 
     Raises:
@@ -53,7 +53,7 @@ def choose_tiles(kernel: str, defaults: Tiles) -> Tiles:
 
 @contextlib.contextmanager
 def with_tiles(**tiles):
-    """Use these tiles inside the context: `with_tiles(kda_forward=KDATiles(heads=4))`.
+    """Use these tiles inside the context: `with_tiles(kda_forward_tpu=KDATiles(heads=4))`.
 
     Functions compiled outside keep the tiles they were compiled with.
     """

@@ -18,7 +18,7 @@ SMALL = CrossEntropyTiles(tokens=64, vocabulary=256, width=128, chunk=1 << 16)
 
 
 def small_tiles(tiles=SMALL):
-    return with_tiles(cross_entropy_forward=tiles, cross_entropy_d_logits=tiles)
+    return with_tiles(cross_entropy_forward_tpu=tiles, cross_entropy_d_logits_tpu=tiles)
 
 
 def test_odd_sizes_are_right():

@@ -20,9 +20,9 @@ from tests.pallas_kernels.compare import normal
 
 # Several tiles, parts of a tile, blocks of columns and chunks of a block on few rows.
 SMALL = {
-    "grouped_rows": RowTiles(rows=64, part=32, columns=128, weight_bytes=1 << 18),
-    "grouped_decode": RowTiles(rows=64, part=32, columns=128, weight_bytes=1 << 18),
-    "grouped_matrices": MatrixTiles(rows=64, part=32, height=128, block=128, sum_bytes=1 << 16),
+    "grouped_rows_tpu": RowTiles(rows=64, part=32, columns=128, weight_bytes=1 << 18),
+    "grouped_decode_tpu": RowTiles(rows=64, part=32, columns=128, weight_bytes=1 << 18),
+    "grouped_matrices_tpu": MatrixTiles(rows=64, part=32, height=128, block=128, sum_bytes=1 << 16),
 }
 ROWS = 150
 SIZES = {

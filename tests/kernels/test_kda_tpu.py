@@ -236,7 +236,7 @@ def test_states_at_positions_and_their_gradients_are_right():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tpu_poisoned", "tpu_races"])
 def test_heads_and_chunks_do_not_race(mode):
-    with with_tiles(kda_forward=KDATiles(heads=1), kda_backward=KDATiles(heads=1)):
+    with with_tiles(kda_forward_tpu=KDATiles(heads=1), kda_backward_tpu=KDATiles(heads=1)):
         assert_right(*make_arrays(200, heads=2), mode=mode, log_decay_min=-5.0)
 
 

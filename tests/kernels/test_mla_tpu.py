@@ -18,7 +18,7 @@ SMALL = AttentionTiles(queries=128, keys=128, span=256)
 
 def attention_tiles(tiles=SMALL):
     kernels = ("forward", "key_gradients", "query_gradients")
-    return with_tiles(**{f"mla_attention_{kernel}": tiles for kernel in kernels})
+    return with_tiles(**{f"mla_attention_{kernel}_tpu": tiles for kernel in kernels})
 
 
 def test_packed_attention_is_right():
@@ -112,7 +112,7 @@ def test_traffic_is_as_estimated(span, packed):
 
 
 def test_decode_is_right():
-    with with_tiles(mla_decode=DecodeTiles(tokens=32)):
+    with with_tiles(mla_decode_tpu=DecodeTiles(tokens=32)):
         assert_decode("tpu", queries=2)
 
 
@@ -120,7 +120,7 @@ def test_decode_is_right():
 @pytest.mark.parametrize("mode", ["tpu_poisoned", "tpu_races"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_reads_no_garbage_and_does_not_race(mode, dtype):
-    with with_tiles(mla_decode=DecodeTiles(tokens=32)):
+    with with_tiles(mla_decode_tpu=DecodeTiles(tokens=32)):
         assert_decode(mode, queries=3, heads=3, dtype=dtype)
         assert_decode(mode, values=512, extra=64, ignored=64, dtype=dtype)
 
@@ -134,7 +134,7 @@ def test_decode_moves_what_is_estimated():
         def run(q, pages, table, lengths):
             return mla_decode(q, pages, table, lengths, scale=1.0, implementation="mosaic_tpu")
 
-        with interpreted("tpu"), with_tiles(mla_decode=DecodeTiles(tokens=128)):
+        with interpreted("tpu"), with_tiles(mla_decode_tpu=DecodeTiles(tokens=128)):
             (call,) = count_traffic(run, q, pages, table, np.array(lengths))
         return call.bytes, call.cost_estimate.bytes_accessed
 
