@@ -3,7 +3,6 @@
 The K3 cases themselves are compiled by `test_aot`.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,12 +11,7 @@ import pytest
 
 import meshes
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="NOT RUN: the extra aot is not installed"
-    ),
-]
+pytestmark = pytest.mark.aot
 
 _PROGRAM = """
 import sys
