@@ -25,7 +25,7 @@ BUILT = {
     "kda": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "kda_decode": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mla_attention": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
-    "mla_decode": ("reference", "xla", "mosaic_tpu"),
+    "mla_decode": ("reference", "xla", "mosaic_tpu", "mosaic_gpu"),
     "mxfp4": ("reference", "xla"),
     "short_conv": IMPLEMENTATIONS,
 }

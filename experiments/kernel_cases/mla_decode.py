@@ -53,7 +53,7 @@ def _case(name, size, rows, queries, heads, tokens, page_size, dtype="bfloat16",
             _inputs, rows, queries, heads, tokens, page_size, jnp.dtype(dtype), channels
         ),
         function=_decode,
-        implementations=("xla", "mosaic_tpu"),
+        implementations=("xla", "mosaic_tpu", *(["mosaic_gpu"] if dtype == "bfloat16" else [])),
         flops=2.0 * pairs * (width + _VALUES),
         bytes=float(moved * itemsize),
         candidates={"mla_decode_tpu": tuple(DecodeTiles(tokens=n) for n in (256, 512, 1024, 2048))},

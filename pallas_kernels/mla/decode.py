@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
 from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.mla import decode_tpu, decode_xla, reference
+from pallas_kernels.mla import decode_gpu, decode_tpu, decode_xla, reference
 
 _FORMS = {
     "reference": reference.mla_decode,
     "xla": decode_xla.mla_decode,
     "mosaic_tpu": decode_tpu.mla_decode,
+    "mosaic_gpu": decode_gpu.mla_decode,
 }
 
 
@@ -50,7 +51,7 @@ def mla_decode(
         output_dtype: of the output, float32 or bfloat16; None takes q_latent.dtype.
         return_log_sum: also return log(sum_s exp(score)), with which outputs over parts of a
             context are merged.
-        implementation: None, "reference", "xla" or "mosaic_tpu".
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
         output [B, T, H, C]; scores, softmax and sums are float32. With `return_log_sum` (output,
@@ -89,6 +90,7 @@ def mla_decode(
     block_table, lengths = block_table.astype(jnp.int32), lengths.astype(jnp.int32)
     limits = {
         "mosaic_tpu": lambda: decode_tpu.unsupported(q_latent, pages, block_table, output_dtype),
+        "mosaic_gpu": lambda: decode_gpu.unsupported(q_latent, pages, value_width, output_dtype),
     }
     form = _FORMS[choose_implementation(op, implementation, limits)]
     output, log_sum = form(
