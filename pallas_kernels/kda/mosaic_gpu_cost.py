@@ -33,26 +33,27 @@ def prepare_cost(log_decay: jax.Array, *, parts: int, marked: bool) -> pl.CostEs
     # Five exponents and three products of keys, three of queries; the inverse.
     products = blocks * (5 * parts + 6) + 13
     decay = CHUNK * key_dim * log_decay.dtype.itemsize
-    moved = (2 + 3) * blocks * _BLOCK + decay + _ROW * (5 if marked else 1)
-    moved += 2 * _BLOCK + 4 * key_dim
+    moved = (2 + 4) * blocks * _BLOCK + decay + _ROW * (5 if marked else 1)
+    moved += 3 * _BLOCK + 4 * key_dim
     return _cost(chunks, products, moved, 6 * CHUNK * key_dim)
 
 
 def states_cost(v: jax.Array, initial_state: jax.Array, *, keep: bool) -> pl.CostEstimate:
     """Of `run_states` where every run has chunks."""
     blocks, steps = _steps(v, initial_state)
-    moved = (3 * blocks + 4) * _BLOCK + _ROW + 4 * blocks * BLOCK
+    moved = (4 * blocks + 5) * _BLOCK + _ROW + 4 * blocks * BLOCK
     moved += (blocks + 1) * _BLOCK if keep else 0
     extra = 2 * initial_state.size * 4
-    return _cost(steps, 3 * blocks + 2, moved, blocks * BLOCK, extra)
+    # With two parts of a factor the products are two or, of both factors, three.
+    return _cost(steps, (1 + 1 + 2) * blocks + 3 + 1, moved, blocks * BLOCK, extra)
 
 
 def states_backward_cost(d_output: jax.Array, d_final_state: jax.Array) -> pl.CostEstimate:
     """Of `run_states_backward` where every run has chunks and none continues another."""
     blocks, steps = _steps(d_output, d_final_state)
-    moved = (3 * blocks + 5 + blocks) * _BLOCK + 2 * _ROW + 4 * blocks * BLOCK
+    moved = (4 * blocks + 6 + blocks) * _BLOCK + 2 * _ROW + 4 * blocks * BLOCK
     extra = 2 * d_final_state.size * 4
-    return _cost(steps, 3 * blocks + 2, moved, blocks * BLOCK, extra)
+    return _cost(steps, (3 + 1 + 1) * blocks + 3 + 1, moved, blocks * BLOCK, extra)
 
 
 def gradients_cost(

@@ -6,7 +6,9 @@ With G the sum of the log decay from the chunk's start, per chunk of 64 tokens::
     solve         = score_k (I + beta score_k)^-1
 
 so that `correction = x - solve (beta x)` solves `(I + score_k beta) correction = x`: the identity
-stays out of what is rounded to bfloat16.
+stays out of what is rounded to bfloat16. Keys that are alike and decay slowly leave small
+differences of large numbers there and, over many chunks, in the state: `solve` and the keys that
+enter the state come in two bfloat16 parts.
 """
 
 from typing import NamedTuple
@@ -29,9 +31,9 @@ class Prepared(NamedTuple):
 
     q_start: jax.Array  # [B, H, N, 64, K] bfloat16, scaled and decayed from the chunk's start
     k_start: jax.Array  # [B, H, N, 64, K] bfloat16
-    k_end: jax.Array  # [B, H, N, 64, K] bfloat16, decayed to the chunk's end
+    k_end: jax.Array  # [B, H, N, 2, 64, K] bfloat16, two parts; decayed to the chunk's end
     score_q: jax.Array  # [B, H, N, 64, 64] bfloat16
-    solve: jax.Array  # [B, H, N, 64, 64] bfloat16
+    solve: jax.Array  # [B, H, N, 2, 64, 64] bfloat16, two parts
     total: jax.Array  # [B, H, N, K] float32, the sum of the log decay
 
 
@@ -51,7 +53,9 @@ def prepare(q, k, log_decay, beta, marks, *, scale) -> Prepared:
     num_rows, num_tokens, num_heads, key_dim = q.shape
     grid = (num_rows, num_heads, num_tokens // CHUNK)
     wide = jax.ShapeDtypeStruct((*grid, CHUNK, key_dim), _BF16)
+    wide_parts = jax.ShapeDtypeStruct((*grid, 2, CHUNK, key_dim), _BF16)
     square = jax.ShapeDtypeStruct((*grid, CHUNK, CHUNK), _BF16)
+    square_parts = jax.ShapeDtypeStruct((*grid, 2, CHUNK, CHUNK), _BF16)
     total = jax.ShapeDtypeStruct((*grid, key_dim), _F32)
     num_blocks = key_dim // BLOCK
     block = (CHUNK, BLOCK)
@@ -78,8 +82,8 @@ def prepare(q, k, log_decay, beta, marks, *, scale) -> Prepared:
     kernel = cost.kernel(
         body,
         cost.prepare_cost(log_decay, parts=num_parts(log_decay.dtype), marked=marks is not None),
-        out_type=(wide, wide, wide, square, square, total), scratch_types=scratch, grid=grid,
-        grid_names=("row", "head", "chunk"), kernel_name="kda_prepare",
+        out_type=(wide, wide, wide_parts, square, square_parts, total), scratch_types=scratch,
+        grid=grid, grid_names=("row", "head", "chunk"), kernel_name="kda_prepare",
     )  # fmt: skip
     return Prepared(*kernel(q, k, log_decay, beta, *(() if marks is None else (marks,))))
 
@@ -161,13 +165,14 @@ def _kernel(
 
     @each_block
     def _(index):
-        reach, first, *_ = views()
+        reach, first, second, _ = views()
         decayed = jnp.exp(exponent(reach, parts(index)))
         if marks is not None:
             decayed = decayed * tiles.over_rows(mark_rows[2][...])
-        first[...] = (decayed * k_blocks[index].astype(_F32)).astype(_BF16)
+        first[...], second[...] = tiles.split(decayed * k_blocks[index].astype(_F32))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(first, k_end.at[row, head, chunk, :, columns(index)])
+        plgpu.copy_smem_to_gmem(first, k_end.at[row, head, chunk, 0, :, columns(index)])
+        plgpu.copy_smem_to_gmem(second, k_end.at[row, head, chunk, 1, :, columns(index)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Scores: pairs on two sides of a border, where rows and columns share one factor, then pairs
@@ -213,10 +218,11 @@ def _kernel(
     plgpu.copy_smem_to_gmem(block, score_q.at[row, head, chunk])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     solve_values = _solve(score_of_k, beta_row, operands, zeros)
-    block, *_ = views()
-    block[...] = solve_values.astype(_BF16)
+    high, low, *_ = views()
+    high[...], low[...] = tiles.split(solve_values)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(block, solve.at[row, head, chunk])
+    plgpu.copy_smem_to_gmem(high, solve.at[row, head, chunk, 0])
+    plgpu.copy_smem_to_gmem(low, solve.at[row, head, chunk, 1])
     plgpu.wait_smem_to_gmem(0)
 
 

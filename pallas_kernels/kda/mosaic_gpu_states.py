@@ -7,8 +7,12 @@ Per chunk, with what `mosaic_gpu_prepare` gives::
     output     = q_start S + score_q (beta correction)
     S'         = exp(total) S + k_end^T (beta correction)
 
-A program holds 64 value channels of one head's state in registers, in blocks of 64 key channels.
+`solve (beta x)` is multiplied in two bfloat16 parts of either factor, `k_end` comes in two
+(`mosaic_gpu_prepare`). A program holds 64 value channels of one head's state in registers, in
+blocks of 64 key channels.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +21,50 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_cost as cost
+from pallas_kernels.kda import mosaic_gpu_tiles as tiles
 from pallas_kernels.kda.mosaic_gpu_prepare import Prepared
-from pallas_kernels.kda.mosaic_gpu_tiles import BLOCK, CHUNK, multiply, over_rows, transposed
+from pallas_kernels.kda.mosaic_gpu_tiles import (
+    BLOCK,
+    CHUNK,
+    fine_pairs,
+    multiply,
+    over_rows,
+    split,
+    transposed,
+)
 
 _BF16, _F32 = jnp.bfloat16, jnp.float32
+
+
+class _Blocks(NamedTuple):
+    """Operands in shared memory, one block or one for each 64 key channels; parts are lists."""
+
+    k_start: list
+    q_start: list
+    k_end: tuple[list, list]
+    state: list
+    solve: list
+    x: list
+    v: Any
+    score_q: Any
+    update: Any
+    output: Any
+    correction: Any = None
+
+    @classmethod
+    def number(cls, num_blocks, keep):
+        """How many there are; the last is only needed when a backward pass follows."""
+        return 5 * num_blocks + 8 + int(keep)
+
+    @classmethod
+    def of(cls, all_blocks, num_blocks):
+        """Name them."""
+        lists = [all_blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(5)]
+        solve_0, solve_1, x_0, x_1, *others = all_blocks[5 * num_blocks :]
+        return cls(
+            lists[0], lists[1], (lists[2], lists[3]), lists[4], [solve_0, solve_1], [x_0, x_1],
+            *others,
+        )  # fmt: skip
 
 
 def run_states(v, beta, prepared, initial_state, runs, *, keep):
@@ -47,28 +91,19 @@ def run_states(v, beta, prepared, initial_state, runs, *, keep):
     results = [jax.ShapeDtypeStruct(v.shape, _BF16)]
     results.append(jax.ShapeDtypeStruct(initial_state.shape, _F32))
     scratch = {
-        "k_blocks": blocks(num_blocks),
-        "v_block": blocks(),
+        "operands": blocks(_Blocks.number(num_blocks, keep)),
+        "zeros": plgpu.SMEM((2 * CHUNK,), jnp.int32),
         "beta_row": plgpu.SMEM((CHUNK,), _F32),
         "first": plgpu.Barrier(num_arrivals=num_blocks + 2),
-        "solve_block": blocks(),
-        "q_blocks": blocks(num_blocks),
-        "score_block": blocks(),
-        "second": plgpu.Barrier(num_arrivals=num_blocks + 2),
-        "end_blocks": blocks(num_blocks),
+        "second": plgpu.Barrier(num_arrivals=num_blocks + 3),
         "total_rows": plgpu.SMEM((num_blocks, BLOCK), _F32),
-        "third": plgpu.Barrier(num_arrivals=2 * num_blocks),
-        "state_blocks": blocks(num_blocks),
-        "x_block": blocks(),
-        "update_block": blocks(),
-        "output_block": blocks(),
+        "third": plgpu.Barrier(num_arrivals=3 * num_blocks),
         "exchange": plgpu.SMEM((BLOCK, BLOCK), _F32),
         "exchanged": plgpu.Barrier(num_arrivals=1),
     }
     if keep:
         results.append(jax.ShapeDtypeStruct((*per_chunk, key_dim, value_dim), _BF16))
         results.append(jax.ShapeDtypeStruct((*per_chunk, CHUNK, value_dim), _BF16))
-        scratch["correction_block"] = blocks()
     has_runs = runs is not None
 
     def body(v, beta, *refs, **scratch):
@@ -140,39 +175,45 @@ def copy(barrier, *pairs):
 
 def _kernel(
     v, beta, prepared, initial_state, runs, output, final_state, states=None, corrections=None,
-    *, k_blocks, v_block, beta_row, first, solve_block, q_blocks, score_block, second, end_blocks,
-    total_rows, third, state_blocks, x_block, update_block, output_block, exchange, exchanged,
-    correction_block=None,
+    *, operands, zeros, beta_row, first, second, total_rows, third, exchange, exchanged,
 ):  # fmt: skip
     row, head, values = (lax.axis_index(name) for name in ("row", "head", "values"))
     channels = pl.ds(values * BLOCK, BLOCK)
-    num_chunks, num_blocks = prepared.solve.shape[2], k_blocks.shape[0]
+    num_chunks, num_blocks = prepared.solve.shape[2], total_rows.shape[0]
     keys = [pl.ds(index * BLOCK, BLOCK) for index in range(num_blocks)]
 
     def tokens(chunk):
         return pl.ds(chunk * CHUNK, CHUNK)
 
-    def by_block(source, chunk, target):
-        return ((source.at[row, head, chunk, :, keys[i]], target.at[i]) for i in range(num_blocks))
+    def views():
+        return _Blocks.of(tiles.hide(operands, zeros), num_blocks)
+
+    def by_key(source, targets):
+        return zip((source.at[:, x] for x in keys), targets, strict=True)
 
     def start_first(chunk):
-        copy(first, *by_block(prepared.k_start, chunk, k_blocks))
-        copy(first, (v.at[row, tokens(chunk), head, channels], v_block))
+        to = views()
+        copy(first, *by_key(prepared.k_start.at[row, head, chunk], to.k_start))
+        copy(first, (v.at[row, tokens(chunk), head, channels], to.v))
         copy(first, (beta.at[row, head, tokens(chunk)], beta_row))
 
     def start_second(chunk):
-        copy(second, (prepared.solve.at[row, head, chunk], solve_block))
-        copy(second, *by_block(prepared.q_start, chunk, q_blocks))
-        copy(second, (prepared.score_q.at[row, head, chunk], score_block))
+        to = views()
+        copy(second, *((prepared.solve.at[row, head, chunk, part], to.solve[part])
+                       for part in range(2)))  # fmt: skip
+        copy(second, *by_key(prepared.q_start.at[row, head, chunk], to.q_start))
+        copy(second, (prepared.score_q.at[row, head, chunk], to.score_q))
 
     def start_third(chunk):
-        copy(third, *by_block(prepared.k_end, chunk, end_blocks))
+        to = views()
+        for part in range(2):
+            copy(third, *by_key(prepared.k_end.at[row, head, chunk, part], to.k_end[part]))
         totals = prepared.total
         copy(third, *((totals.at[row, head, chunk, keys[i]], total_rows.at[i])
                       for i in range(num_blocks)))  # fmt: skip
 
     def step(chunk, state):
-        following = chunk + 1
+        following, at = chunk + 1, views()
         state = lax.cond(
             opens_run(runs, row, chunk),
             lambda state: load_state(
@@ -185,44 +226,39 @@ def _kernel(
         # The copies to main memory of the step before have read their blocks.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index in range(num_blocks):
-            state_blocks[index] = state[index].astype(_BF16)
+            at.state[index][...] = state[index].astype(_BF16)
         plgpu.commit_smem()
         if states is not None:
             for index in range(num_blocks):
                 plgpu.copy_smem_to_gmem(
-                    state_blocks.at[index], states.at[row, head, chunk, keys[index], channels]
+                    at.state[index], states.at[row, head, chunk, keys[index], channels]
                 )
         plgpu.barrier_wait(first)
         beta_rows = over_rows(beta_row[...])
-        x = v_block[...].astype(_F32) - multiply(
-            *((k_blocks.at[i], state_blocks.at[i]) for i in range(num_blocks))
-        )
-        x_block[...] = (beta_rows * x).astype(_BF16)
+        x = at.v[...].astype(_F32) - multiply(*zip(at.k_start, at.state, strict=True))
+        at.x[0][...], at.x[1][...] = split(beta_rows * x)
         plgpu.commit_smem()
         pl.when(following < num_chunks)(lambda: start_first(following))
         plgpu.barrier_wait(second)
-        correction = x - multiply((solve_block, x_block))
-        update_block[...] = (beta_rows * correction).astype(_BF16)
+        correction = x - multiply(*fine_pairs(at.solve, at.x))
+        at.update[...] = (beta_rows * correction).astype(_BF16)
         if corrections is not None:
-            correction_block[...] = correction.astype(_BF16)
+            at.correction[...] = correction.astype(_BF16)
         plgpu.commit_smem()
-        result = multiply(
-            *((q_blocks.at[i], state_blocks.at[i]) for i in range(num_blocks)),
-            (score_block, update_block),
-        )
-        output_block[...] = result.astype(_BF16)
+        result = multiply(*zip(at.q_start, at.state, strict=True), (at.score_q, at.update))
+        at.output[...] = result.astype(_BF16)
         plgpu.barrier_wait(third)
         state = tuple(
             over_rows(jnp.exp(total_rows[i])) * state[i]
-            + multiply((transposed(end_blocks.at[i]), update_block))
+            + multiply(*((transposed(part[i]), at.update) for part in at.k_end))
             for i in range(num_blocks)
         )
         plgpu.commit_smem()
         pl.when(following < num_chunks)(lambda: start_second(following))
         pl.when(following < num_chunks)(lambda: start_third(following))
-        plgpu.copy_smem_to_gmem(output_block, output.at[row, tokens(chunk), head, channels])
+        plgpu.copy_smem_to_gmem(at.output, output.at[row, tokens(chunk), head, channels])
         if corrections is not None:
-            plgpu.copy_smem_to_gmem(correction_block, corrections.at[row, head, chunk, :, channels])
+            plgpu.copy_smem_to_gmem(at.correction, corrections.at[row, head, chunk, :, channels])
 
         @pl.when(closes_run(runs, row, chunk, num_chunks))
         def _():
@@ -232,9 +268,10 @@ def _kernel(
 
         return state
 
+    tiles.write_zeros(zeros)
     start_first(0)
     start_second(0)
     start_third(0)
-    zeros = tuple(lax.full((BLOCK, BLOCK), 0.0, _F32) for _ in range(num_blocks))
-    lax.fori_loop(0, num_chunks, step, zeros)
+    state = tuple(lax.full((BLOCK, BLOCK), 0.0, _F32) for _ in range(num_blocks))
+    lax.fori_loop(0, num_chunks, step, state)
     plgpu.wait_smem_to_gmem(0)

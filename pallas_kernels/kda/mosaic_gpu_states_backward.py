@@ -8,7 +8,9 @@ Per chunk, with dS' the gradient of the state after it::
     d_beta   = sum_v d_solved correction
     dS       = exp(total) dS' + q_start^T d_output - k_start^T d_v
 
-A program holds 64 value channels of one head's dS in registers.
+`k_end dS'` and `solve^T (beta d_update)` are multiplied in two bfloat16 parts of either factor:
+what they are added to may cancel them (`mosaic_gpu_prepare`). A program holds 64 value channels of
+one head's dS in registers.
 """
 
 from typing import Any, NamedTuple
@@ -31,35 +33,47 @@ from pallas_kernels.kda.mosaic_gpu_states import (
     run_of,
     store_state,
 )
-from pallas_kernels.kda.mosaic_gpu_tiles import BLOCK, CHUNK, multiply, over_rows, transposed
+from pallas_kernels.kda.mosaic_gpu_tiles import (
+    BLOCK,
+    CHUNK,
+    fine_pairs,
+    multiply,
+    over_rows,
+    split,
+    transposed,
+)
 
 _BF16, _F32 = jnp.bfloat16, jnp.float32
 
 
 class _Blocks(NamedTuple):
-    """Operands in shared memory, one block or one for each 64 key channels."""
+    """Operands in shared memory, one block or one for each 64 key channels; parts are lists."""
 
-    k_end: list
+    k_end: tuple[list, list]
     q_start: list
     k_start: list
-    d_state: list
+    d_state: tuple[list, list]
+    solve: list
+    d_update: list
     d_output: Any
     score_q: Any
-    solve: Any
     correction: Any
-    d_update: Any
     d_v: Any
 
     @classmethod
     def number(cls, num_blocks):
         """How many there are."""
-        return 4 * num_blocks + 6
+        return 6 * num_blocks + 8
 
     @classmethod
     def of(cls, all_blocks, num_blocks):
         """Name them."""
-        lists = [all_blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(4)]
-        return cls(*lists, *all_blocks[4 * num_blocks :])
+        lists = [all_blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(6)]
+        solve_0, solve_1, d_update_0, d_update_1, *others = all_blocks[6 * num_blocks :]
+        return cls(
+            (lists[0], lists[1]), lists[2], lists[3], (lists[4], lists[5]),
+            [solve_0, solve_1], [d_update_0, d_update_1], *others,
+        )  # fmt: skip
 
 
 def run_states_backward(d_output, beta, prepared, corrections, d_final_state, runs):
@@ -93,8 +107,8 @@ def run_states_backward(d_output, beta, prepared, corrections, d_final_state, ru
         "operands": blocks(_Blocks.number(num_blocks)),
         "zeros": plgpu.SMEM((2 * CHUNK,), jnp.int32),
         "beta_row": plgpu.SMEM((CHUNK,), _F32),
-        "first": plgpu.Barrier(num_arrivals=num_blocks + 3),
-        "second": plgpu.Barrier(num_arrivals=2),
+        "first": plgpu.Barrier(num_arrivals=2 * num_blocks + 3),
+        "second": plgpu.Barrier(num_arrivals=3),
         "total_rows": plgpu.SMEM((num_blocks, BLOCK), _F32),
         "third": plgpu.Barrier(num_arrivals=3 * num_blocks),
         "d_beta_row": plgpu.SMEM((CHUNK,), _F32),
@@ -134,25 +148,27 @@ def _kernel(
     def views():
         return _Blocks.of(tiles.hide(operands, zeros), num_blocks)
 
-    def by_key(source, chunk, targets):
-        return zip((source.at[row, head, chunk, :, x] for x in keys), targets, strict=True)
+    def by_key(source, targets):
+        return zip((source.at[:, x] for x in keys), targets, strict=True)
 
     def start_first(chunk):
         to = views()
-        copy(first, *by_key(prepared.k_end, chunk, to.k_end))
+        for part in range(2):
+            copy(first, *by_key(prepared.k_end.at[row, head, chunk, part], to.k_end[part]))
         copy(first, (d_output.at[row, tokens(chunk), head, channels], to.d_output))
         copy(first, (prepared.score_q.at[row, head, chunk], to.score_q))
         copy(first, (beta.at[row, head, tokens(chunk)], beta_row))
 
     def start_second(chunk):
         to = views()
-        copy(second, (prepared.solve.at[row, head, chunk], to.solve))
+        copy(second, *((prepared.solve.at[row, head, chunk, part], to.solve[part])
+                       for part in range(2)))  # fmt: skip
         copy(second, (corrections.at[row, head, chunk, :, channels], to.correction))
 
     def start_third(chunk):
         to = views()
-        copy(third, *by_key(prepared.q_start, chunk, to.q_start))
-        copy(third, *by_key(prepared.k_start, chunk, to.k_start))
+        copy(third, *by_key(prepared.q_start.at[row, head, chunk], to.q_start))
+        copy(third, *by_key(prepared.k_start.at[row, head, chunk], to.k_start))
         copy(third, *((prepared.total.at[row, head, chunk, keys[i]], total_rows.at[i])
                       for i in range(num_blocks)))  # fmt: skip
 
@@ -173,22 +189,26 @@ def _kernel(
         # The copies to main memory of the step before have read their blocks.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index in range(num_blocks):
-            at.d_state[index][...] = d_state[index].astype(_BF16)
+            at.d_state[0][index][...], at.d_state[1][index][...] = split(d_state[index])
         plgpu.commit_smem()
         for index in range(num_blocks):
             plgpu.copy_smem_to_gmem(
-                at.d_state[index], d_states.at[row, head, chunk, keys[index], channels]
+                at.d_state[0][index], d_states.at[row, head, chunk, keys[index], channels]
             )
         plgpu.barrier_wait(first)
         beta_rows = over_rows(beta_row[...])
+        through_state = [
+            fine_pairs(*([part[i] for part in parts] for parts in (at.k_end, at.d_state)))
+            for i in range(num_blocks)
+        ]
         d_update = multiply(
-            (transposed(at.score_q), at.d_output),
-            *((at.k_end[i], at.d_state[i]) for i in range(num_blocks)),
+            (transposed(at.score_q), at.d_output), *(pair for x in through_state for pair in x)
         )
-        at.d_update[...] = (beta_rows * d_update).astype(_BF16)
+        at.d_update[0][...], at.d_update[1][...] = split(beta_rows * d_update)
         plgpu.commit_smem()
         plgpu.barrier_wait(second)
-        d_solved = d_update - multiply((transposed(at.solve), at.d_update))
+        solve = [transposed(x) for x in at.solve]
+        d_solved = d_update - multiply(*fine_pairs(solve, at.d_update))
         at.d_v[...] = (beta_rows * d_solved).astype(_BF16)
         d_beta_row[...] = jnp.sum(d_solved * at.correction[...].astype(_F32), axis=1)
         plgpu.commit_smem()

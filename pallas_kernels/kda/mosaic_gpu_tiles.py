@@ -113,6 +113,15 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def fine_pairs(first, second):
+    """Return pairs for `multiply` that sum up to the product of factors of two parts each.
+
+    To 16 bits of either factor: the product of both low parts is left out.
+    """
+    (high, low), (other_high, other_low) = first, second
+    return (high, other_high), (high, other_low), (low, other_high)
+
+
 def _positions() -> tuple[jax.Array, jax.Array]:
     """Row and column numbers of a 64 x 64 block.
 

@@ -52,12 +52,8 @@ def results(implementation, options, arrays, cotangents):
     return *outputs, *transpose(cotangents)
 
 
-def assert_right(arrays, cotangents, *, mode="gpu", cancelling=(), **options):
-    """Assert that the results and gradients of kernels and definition agree.
-
-    Those named in `cancelling` are differences of nearly equal numbers, each of which holds the
-    rounding of a decayed key to bfloat16: they are held to two such roundings of the numbers.
-    """
+def assert_right(arrays, cotangents, *, mode="gpu", **options):
+    """Assert that the results and gradients of kernels and definition agree."""
     with interpreted(mode):
         run = jit(functools.partial(results, "mosaic_gpu", options | {"log_decay_min": -5.0}))
         actual = jax.block_until_ready(run(arrays, cotangents))
@@ -67,7 +63,7 @@ def assert_right(arrays, cotangents, *, mode="gpu", cancelling=(), **options):
         )
         expected = jit(functools.partial(results, "reference", options))(*doubles)
     for name, one, two in zip(NAMES, actual, expected, strict=True):
-        assert_within(one, two, 2.5e-2 if name in cancelling else "bfloat16", name)
+        assert_within(one, two, "bfloat16", name)
 
 
 def test_lengths_that_are_no_multiple_of_a_chunk_are_right():
@@ -76,7 +72,7 @@ def test_lengths_that_are_no_multiple_of_a_chunk_are_right():
 
 def test_packed_rows_with_absent_tokens_are_right():
     ids = [0] * 3 + [1] * 20 + [0] * 2 + [1] * 10 + [2] * 20 + [3] * 15
-    (q, *arrays), cotangents = make_arrays(70, gate=-0.3)
+    (q, *arrays), cotangents = make_arrays(70)
     q = q.at[:, 1].set(jnp.nan)
     assert_right((q, *arrays), cotangents, segment_ids=jnp.asarray([ids]))
 
@@ -84,7 +80,7 @@ def test_packed_rows_with_absent_tokens_are_right():
 @pytest.mark.slow
 def test_states_of_each_run_are_right():
     ids = jnp.asarray([[1] * 70 + [0] * 3 + [2] * 5 + [3] * 65 + [0] * 9])
-    assert_right(*make_arrays(152, runs=3, gate=-0.3), segment_ids=ids, num_segments=3)
+    assert_right(*make_arrays(152, runs=3), segment_ids=ids, num_segments=3)
 
 
 @pytest.mark.slow
@@ -94,10 +90,10 @@ def test_every_decay_at_a_bound_is_right(gate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("similar", [0.05, 1 / 3])
-def test_similar_keys_without_decay_are_right(similar):
-    arrays = make_arrays(80, gate=-0.001, similar=similar)
-    assert_right(*arrays, cancelling=("dv", "d_beta"))
+@pytest.mark.parametrize("tokens, similar", [(80, 0.05), (80, 1 / 3), (200, 0.15)])
+def test_similar_keys_without_decay_are_right(tokens, similar):
+    """Their differences are small: rounding of what cancels must not drown them."""
+    assert_right(*make_arrays(tokens, gate=-0.001, similar=similar))
 
 
 @pytest.mark.slow
@@ -152,13 +148,13 @@ def test_cost_at_the_shapes_of_k3_is_as_published():
     tokens, state = (1, 8192, 96), spec(1, 1, 96, 128, 128, dtype=jnp.float32)
     raw, values = spec(*tokens, 128), spec(*tokens, 128)
     prepared = prepare_cost(raw, parts=1, marked=False)
-    # Read: q, k, decay and beta. Written: three arrays like q, two squares, totals.
+    # Read: q, k, decay and beta. Written: four arrays like q, three squares, totals.
     row, square = 8192 * 96 * 128 * 2, 8192 * 96 * 64 * 2
     betas, totals, states = 8192 * 96 * 4, 128 * 96 * 128 * 4, 128 * 96 * 128 * 128 * 2
-    assert prepared.bytes_accessed == 6 * row + betas + 2 * square + totals
+    assert prepared.bytes_accessed == 7 * row + betas + 3 * square + totals
     # Both halves of the value channels read what was prepared.
     forward = states_cost(values, state, keep=True)
-    read_twice = 3 * row + 2 * square + betas + totals
+    read_twice = 4 * row + 3 * square + betas + totals
     assert forward.bytes_accessed == 2 * read_twice + 3 * row + states + 2 * state.size * 4
     gradients = gradients_cost(raw, 128, parts=1, marked=False)
     assert gradients.flops == 128 * 96 * 2 * (10 + 5 + 10 + 8 + 4) * 2 * 64**3
