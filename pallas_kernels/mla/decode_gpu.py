@@ -32,9 +32,7 @@ from pallas_kernels.tiles import choose_tiles
 
 # Layouts of registers are given here: one tile in shared memory is read plain and transposed,
 # which the search for layouts of the other semantics does not end with.
-_PARAMS = plgpu.CompilerParams(
-    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-)
+_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 _MATRIX = plgpu.Layout.WGMMA
 # Channels of one swizzled row of shared memory.
 _CHANNELS = 64
@@ -114,7 +112,8 @@ def mla_decode(
     )
     queries = q_latent.reshape(batch, rows, width)
     queries = jnp.pad(queries, ((0, 0), (0, num_blocks * ROWS - rows), (0, 0)))
-    output, log_sum = _decode(call, tiles, queries, pages, block_table, lengths, output_dtype)
+    tails = _tails(call, tiles.tokens, pages, block_table, lengths)
+    output, log_sum = _decode(call, tiles, queries, pages, tails, block_table, lengths)
     if call.num_spans == 1:
         output, log_sum = output[:, 0], log_sum[:, 0]
     else:
@@ -122,6 +121,20 @@ def mla_decode(
     shape = (batch, num_queries, heads)
     output = output[:, :rows].reshape(*shape, value_width).astype(output_dtype)
     return output, log_sum[:, :rows].reshape(shape)
+
+
+def _tails(call: _Call, tokens: int, pages, block_table, lengths):
+    """Return the last tile of each row [B, tokens, C + R] with zeros past its length.
+
+    A weight of 0 does not forgive what pages hold there, NaN for one, and registers for clearing it
+    are not left inside the kernel.
+    """
+    first = jnp.maximum(lengths - 1, 0) // tokens * tokens
+    positions = first[:, None] + jnp.arange(tokens)
+    places = jnp.minimum(positions // call.page_size, call.max_pages - 1)
+    used = jnp.clip(jnp.take_along_axis(block_table, places, axis=1), 0, call.num_pages - 1)
+    rows = pages[used, positions % call.page_size, : call.width]
+    return jnp.where((positions < lengths[:, None])[..., None], rows, 0)
 
 
 def _merge(output, log_sum):
@@ -132,36 +145,34 @@ def _merge(output, log_sum):
     return jnp.sum(output * shares[..., None], axis=1), total
 
 
-def _decode(call: _Call, tiles: DecodeTiles, queries, pages, block_table, lengths, output_dtype):
-    """Return outputs of spans [B, spans, rows, C], float32 where several, and log-sums."""
+def _decode(call: _Call, tiles: DecodeTiles, queries, pages, tails, block_table, lengths):
+    """Return outputs of spans [B, spans, rows, C] and their log-sums, float32."""
     batch, rows, width = queries.shape
     shape = (batch, call.num_spans, rows)
-    dtype = output_dtype if call.num_spans == 1 else jnp.float32
     results = [
-        jax.ShapeDtypeStruct((*shape, call.value_width), dtype),
+        jax.ShapeDtypeStruct((*shape, call.value_width), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     ]
     ring = Ring(name="page", tokens=tiles.tokens, stages=tiles.stages, wide={}, rows={})
     copies = max(1, tiles.tokens // call.page_size)
     scratch = {
-        "q": _tile((ROWS, width), queries.dtype),
+        "q": _tile((1, ROWS, width), queries.dtype),
         "page": _tile((tiles.stages, tiles.tokens, width), pages.dtype),
         "log_sum": plgpu.SMEM((ROWS,), jnp.float32),
         "q_full": plgpu.Barrier(),
-        "scored": plgpu.Barrier(num_arrivals=GROUPS),
         **ring.barriers(copies),
     }
+    operands = (queries, pages, tails, block_table, lengths)
     arguments = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         pairs = batch * rows * call.max_pages * call.page_size
         blocks = rows // ROWS
         moved = blocks * math.prod((batch, call.max_pages, call.page_size, width))
-        operands = (queries, block_table, lengths, *results)
         arguments["cost_estimate"] = pl.CostEstimate(
             flops=2 * pairs * (width + call.value_width),
             transcendentals=pairs,
             bytes_accessed=moved * pages.dtype.itemsize
-            + sum(x.size * x.dtype.itemsize for x in operands),
+            + sum(x.size * x.dtype.itemsize for x in (*operands, *results) if x is not pages),
         )
     return plgpu.kernel(
         functools.partial(_kernel, call, ring),
@@ -175,7 +186,7 @@ def _decode(call: _Call, tiles: DecodeTiles, queries, pages, block_table, length
         compiler_params=_PARAMS,
         kernel_name="mla_decode",
         **arguments,
-    )(queries, pages, block_table, lengths)
+    )(*operands)
 
 
 def _tile(shape: tuple[int, ...], dtype):
@@ -187,8 +198,8 @@ def _tile(shape: tuple[int, ...], dtype):
 
 
 def _kernel(
-    call: _Call, ring: Ring, q_ref, pages_ref, table_ref, lengths_ref, out_ref, log_sum_ref,
-    **scratch,
+    call: _Call, ring: Ring, q_ref, pages_ref, tails_ref, table_ref, lengths_ref, out_ref,
+    log_sum_ref, **scratch,
 ):  # fmt: skip
     block, span, batch, group = (
         lax.axis_index(name) for name in ("block", "span", "batch", "group")
@@ -203,8 +214,9 @@ def _kernel(
     @pl.when(group == GROUPS)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        plgpu.copy_gmem_to_smem(q_ref.at[batch, own], scratch["q"], scratch["q_full"])
-        _fetch(call, ring, pages_ref, table_ref, batch, start, stop, scratch)
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, own], scratch["q"].at[0], scratch["q_full"])
+        whole = jnp.minimum(stop, num_tiles - 1)
+        _fetch(call, ring, pages_ref, table_ref, tails_ref, batch, start, whole, stop, scratch)
 
     for half in range(GROUPS):  # slices of swizzled memory are static
 
@@ -219,7 +231,7 @@ def _kernel(
             sees_any = total > 0
             total = lax.select(sees_any, total, jnp.ones_like(total))
             inverse = over_rows(1 / total, output.shape)
-            out_ref[batch, span, own, channels] = (output * inverse).astype(out_ref.dtype)
+            out_ref[batch, span, own, channels] = output * inverse
             if half == 0:
                 log_sum = peak * (1 / LOG2_E) + jnp.log(total)
                 log_sum = lax.select(sees_any, log_sum, jnp.full_like(log_sum, -jnp.inf))
@@ -229,45 +241,49 @@ def _kernel(
                 plgpu.wait_smem_to_gmem(0)
 
 
-def _fetch(call: _Call, ring: Ring, pages_ref, table_ref, batch, start, stop, scratch):
-    """Copy the tiles start..stop through the ring, by the entries of the block table."""
+def _fetch(
+    call: _Call, ring: Ring, pages_ref, table_ref, tails_ref, batch, start, whole, stop, scratch
+):
+    """Copy the tiles start..whole by the block table, and a last one, if any, from the tails."""
     part = min(ring.tokens, call.page_size)
 
-    def step(tile, _):
+    def put(tile, source):
         turn = tile - start
         ring.take(scratch, turn)
         slot = lax.rem(turn, ring.stages)
-        for n in range(ring.tokens // part):
-            first = tile * ring.tokens + n * part
-            # Places past the table, and entries past the length, are not looked at.
-            place = jnp.minimum(lax.div(first, call.page_size), call.max_pages - 1)
-            page = jnp.clip(table_ref[batch, place], 0, call.num_pages - 1)
-            source = pages_ref.at[
-                page, pl.ds(lax.rem(first, call.page_size), part), pl.ds(0, call.width)
-            ]
-            target = scratch["page"].at[slot, pl.ds(n * part, part)]
-            plgpu.copy_gmem_to_smem(source, target, scratch["page_full"].at[slot])
+        for offset in range(0, ring.tokens, part):
+            target = scratch["page"].at[slot, pl.ds(offset, part)]
+            plgpu.copy_gmem_to_smem(source(tile, offset), target, scratch["page_full"].at[slot])
 
-    lax.fori_loop(start, stop, step, None)
+    def page(tile, offset):
+        first = tile * ring.tokens + offset
+        used = jnp.clip(table_ref[batch, lax.div(first, call.page_size)], 0, call.num_pages - 1)
+        return pages_ref.at[used, pl.ds(lax.rem(first, call.page_size), part), pl.ds(0, call.width)]
+
+    def tail(tile, offset):
+        return tails_ref.at[batch, pl.ds(offset, part)]
+
+    lax.fori_loop(start, whole, lambda tile, _: put(tile, page), None)
+    lax.fori_loop(jnp.maximum(start, whole), stop, lambda tile, _: put(tile, tail), None)
     ring.drain(scratch, stop - start)
 
 
 def _attend(call: _Call, ring: Ring, channels, first_row, length, start, stop, scratch):
     """Return sums of values [64, channels], sums of weights [64] and maxima [64] over tiles."""
+    by_row = _MATRIX.reduce(1)
 
     def step(tile, running, masked):
         output, total, peak = running
         slot = lax.rem(tile - start, ring.stages)
         ring.wait(scratch, slot)
         page = scratch["page"].at[slot]
-        scores = product((scratch["q"], page), transposed=True) * call.factor
+        # Always 0, which the compiler does not know: it would keep the addresses of all parts of
+        # the queries in registers from tile to tile, more than there are.
+        queries = scratch["q"].at[jnp.minimum(tile, 0)]
+        scores = product((queries, page), transposed=True) * call.factor
         if masked:
-            first = tile * ring.tokens
-            scores = _keep_seen(call, scores, first_row, length - call.num_queries - first)
-            # The other warpgroup has read as keys what this one clears as values.
-            plgpu.barrier_arrive(scratch["scored"])
-            plgpu.barrier_wait(scratch["scored"])
-            _clear_past(page, channels, length - first)
+            limit = length - call.num_queries - tile * ring.tokens
+            scores = _keep_seen(call, scores, first_row, limit)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - over_rows(new_peak, scores.shape))
         shrink = jnp.exp2(peak - new_peak)
@@ -277,7 +293,6 @@ def _attend(call: _Call, ring: Ring, channels, first_row, length, start, stop, s
         ring.free(scratch, slot)
         return output, total, new_peak
 
-    by_row = _MATRIX.reduce(1)
     running = (
         _laid_out(jnp.zeros((ROWS, channels.size), jnp.float32), _MATRIX),
         _laid_out(jnp.zeros((ROWS,), jnp.float32), by_row),
@@ -294,23 +309,9 @@ def _keep_seen(call: _Call, scores, first_row, limit):
     """Replace by -inf what a row does not see; the first query sees tokens 0..limit of the tile."""
     row = _iota(scores.shape, 0) + first_row
     for query in range(1, call.num_queries):  # row t*H is the first of query t
-        later = (row >= query * call.heads).astype(jnp.int32)
-        limit = limit + later
+        limit = limit + (row >= query * call.heads).astype(jnp.int32)
     sees = _iota(scores.shape, 1) <= limit
     return lax.select(sees, scores, jnp.full_like(scores, -jnp.inf))
-
-
-def _clear_past(page, channels, num_real) -> None:
-    """Write zeros over the values of tokens past the last; a weight of 0 does not forgive NaN."""
-    for start in range(channels.start, channels.start + channels.size, _CHANNELS):
-        part = page.at[:, pl.ds(start, _CHANNELS)]
-        if interpreted_platform() == "gpu":
-            values = part[...]
-        else:
-            values = plgpu.load(part, (), layout=_MATRIX)
-        is_real = _iota(values.shape, 0) < num_real
-        part[...] = lax.select(is_real, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
