@@ -272,18 +272,21 @@ def _attend(call: _Call, ring: Ring, channels, first_row, length, start, stop, s
     """Return sums of values [64, channels], sums of weights [64] and maxima [64] over tiles."""
     by_row = _MATRIX.reduce(1)
 
-    def step(tile, running, masked):
+    last = length - 1 - start * ring.tokens  # the last token, counted from the first tile
+    limit = last - (call.num_queries - 1)
+    num_tiles = jnp.maximum(stop - start, 0)
+
+    def step(turn, running, masked):
         output, total, peak = running
-        slot = lax.rem(tile - start, ring.stages)
+        slot = lax.rem(turn, ring.stages)
         ring.wait(scratch, slot)
         page = scratch["page"].at[slot]
         # Always 0, which the compiler does not know: it would keep the addresses of all parts of
         # the queries in registers from tile to tile, more than there are.
-        queries = scratch["q"].at[jnp.minimum(tile, 0)]
+        queries = scratch["q"].at[jnp.minimum(last - turn, 0)]
         scores = product((queries, page), transposed=True) * call.factor
         if masked:
-            limit = length - call.num_queries - tile * ring.tokens
-            scores = _keep_seen(call, scores, first_row, limit)
+            scores = _keep_seen(call, scores, first_row, limit - turn * ring.tokens)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - over_rows(new_peak, scores.shape))
         shrink = jnp.exp2(peak - new_peak)
@@ -299,10 +302,9 @@ def _attend(call: _Call, ring: Ring, channels, first_row, length, start, stop, s
         _laid_out(jnp.full((ROWS,), LOWEST, jnp.float32), by_row),
     )
     # Of these tiles every query sees all tokens.
-    clear = lax.div(jnp.maximum(length - (call.num_queries - 1), 0), ring.tokens)
-    clear = jnp.maximum(jnp.minimum(clear, stop), start)
-    running = lax.fori_loop(start, clear, functools.partial(step, masked=False), running)
-    return lax.fori_loop(clear, stop, functools.partial(step, masked=True), running)
+    clear = jnp.minimum(lax.div(jnp.maximum(limit + 1, 0), ring.tokens), num_tiles)
+    running = lax.fori_loop(0, clear, functools.partial(step, masked=False), running)
+    return lax.fori_loop(clear, num_tiles, functools.partial(step, masked=True), running)
 
 
 def _keep_seen(call: _Call, scores, first_row, limit):
