@@ -271,7 +271,6 @@ def _fetch(
 def _attend(call: _Call, ring: Ring, channels, first_row, length, start, stop, scratch):
     """Return sums of values [64, channels], sums of weights [64] and maxima [64] over tiles."""
     by_row = _MATRIX.reduce(1)
-
     last = length - 1 - start * ring.tokens  # the last token, counted from the first tile
     limit = last - (call.num_queries - 1)
     num_tiles = jnp.maximum(stop - start, 0)
