@@ -61,11 +61,10 @@ def test_decode_of_other_pages_is_right(page_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spans", [1, 3])
-def test_decode_in_spans_of_causal_queries_is_right(spans):
+def test_decode_in_spans_of_causal_queries_is_right():
     """The last queries see into the next tile, and rows fill more than one block."""
     operands = random_operands(5, 14, [67, 1, 190], max_pages=3)
-    assert_as_definition("gpu", operands, spans=spans)
+    assert_as_definition("gpu", operands, spans=2)
 
 
 @pytest.mark.slow
