@@ -1,12 +1,20 @@
 """Shape and type checks of the public ops, and the alignment of device-varying operands."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def require_rank(op: str, rank: str, **arrays: jax.Array) -> None:
-    """Raise ValueError unless every array has as many dimensions as `rank` names, "B T H K"."""
+    """Raise ValueError unless every array has as many dimensions as `rank` names, "B T H K".
+
+    What is no array, a list for one, is a TypeError.
+    """
     for name, array in arrays.items():
+        if not hasattr(array, "ndim"):
+            raise TypeError(f"{op}: {name} is a {type(array).__name__}; pass a jax or numpy array")
         if array.ndim != len(rank.split()):
             raise ValueError(
                 f"{op}: {name} has shape {tuple(array.shape)}; expected [{rank.replace(' ', ', ')}]"
@@ -29,11 +37,60 @@ def require_floating(op: str, **arrays: jax.Array) -> None:
             raise TypeError(f"{op}: {name} has dtype {array.dtype}; cast it to a float type")
 
 
+def require_float_type(op: str, **dtypes: jax.typing.DTypeLike) -> None:
+    """Raise TypeError unless every argument names a floating point type."""
+    for name, dtype in dtypes.items():
+        try:
+            dtype = jnp.dtype(dtype)
+        except TypeError as error:
+            raise TypeError(
+                f"{op}: {name}={dtype!r} is no dtype; use 'float32' or 'bfloat16'"
+            ) from error
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{op}: {name}={dtype} is not a float type")
+
+
 def require_integer(op: str, **arrays: jax.Array) -> None:
     """Raise TypeError unless every array holds integers."""
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {array.dtype}; cast it to int32")
+
+
+def require_int(op: str, **values) -> None:
+    """Raise TypeError unless every value is a Python (or numpy) integer, and no bool."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(
+                f"{op}: {name}={value!r} is a {type(value).__name__}; give an int, it is static"
+            )
+
+
+def static_float(op: str, **value) -> float:
+    """Return the one value as a float.
+
+    Raises:
+        TypeError: it is traced or no number.
+        ValueError: it is infinite or NaN.
+    """
+    ((name, number),) = value.items()
+    if isinstance(number, jax.core.Tracer):
+        raise TypeError(f"{op}: {name} is traced ({number}); it is static, give a Python float")
+    try:
+        number = float(number)
+    except TypeError:
+        raise TypeError(f"{op}: {name}={number!r} is no number; give a Python float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {name}={number} must be finite")
+    return number
+
+
+def empty(**arrays: jax.Array) -> str | None:
+    """Why the kernels do not take these arrays: one of them has no elements; or None."""
+    for name, array in arrays.items():
+        if 0 in array.shape:
+            return f"{name} {tuple(array.shape)} is empty; use 'xla' for empty arrays"
+    return None
 
 
 def align_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:

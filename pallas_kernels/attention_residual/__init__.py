@@ -1,9 +1,10 @@
 """The mixture over depth of Block Attention Residuals."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.attention_residual import mosaic_gpu, mosaic_tpu, reference, xla
-from pallas_kernels.attention_residual.rows import checked_count
+from pallas_kernels.attention_residual.rows import check_eps, checked_count, checked_most
 from pallas_kernels.attention_residual.two_phase import (
     DepthPartial,
     attention_residual_block,
@@ -47,12 +48,14 @@ def attention_residual(
     NaN), their probability is 0 and their gradient is 0.
 
     Args:
-        bank: blocks [N, B, T, D], N >= 0.
+        bank: blocks [N, B, T, D], N >= 0; B and T may be 0 with "xla" (and None). Kernels take
+            float32 or bfloat16, "xla" and "reference" any float type.
         current: running sum of the present block [B, T, D].
         query: norm weight times projection weight [D].
-        count: number of entries that exist, an int (entries past it cost nothing) or int32 [].
-        eps: added to the mean square.
-        most: largest value that a traced count can have here; None is N.
+        count: number of entries that exist, an int (entries past it cost nothing) or int32 []. A
+            traced count outside 0..most gives NaN, and is reported in `debug_checks`.
+        eps: added to the mean square, positive.
+        most: static; largest value that count can have here. None is N.
         return_bank: also return the bank. Later readers that take it from there hand their sum of
             its gradients to this call, whose kernels add theirs in place: no array of the size of
             the bank is made and no entry touched that does not exist.
@@ -64,11 +67,11 @@ def attention_residual(
         `return_bank` also the bank as it is.
 
     Raises:
-        ValueError: shapes disagree, count or most is out of range, or the implementation is
-            unknown.
-        TypeError: an array is not floating point, or count is not an integer.
+        ValueError: shapes disagree, count or most is out of range, count is larger than most, eps
+            is not positive, or the implementation is unknown.
+        TypeError: an array is not floating point, or count or most is not an integer.
         NotImplementedError: the named kernel does not take these arguments (D a multiple of 128,
-            at most 31 entries, both float32 or both bfloat16) or this device.
+            at most 31 entries, both float32 or both bfloat16, no empty rows) or this device.
     """
     require_rank("attention_residual", "B T D", current=current)
     require_rank("attention_residual", "N B T D", bank=bank)
@@ -77,10 +80,13 @@ def attention_residual(
         "attention_residual", (bank.shape[0], *current.shape), "(N, shape of current)", bank=bank
     )
     require_shape("attention_residual", current.shape[-1:], "(D of current)", query=query)
-    count = checked_count("attention_residual", count, bank.shape[0])
-    most = bank.shape[0] if most is None else most
-    if not 0 <= most <= bank.shape[0]:
-        raise ValueError(f"attention_residual: most={most} is outside 0..{bank.shape[0]}")
+    check_eps("attention_residual", eps)
+    most = checked_most("attention_residual", most, bank.shape[0])
+    count, factor = checked_count("attention_residual", count, bank.shape[0], most)
+    if not isinstance(count, int):
+        query = query * factor.astype(query.dtype)
+        if most == 0:  # forms return the current sum without a look at the query
+            current = jnp.where(jnp.isnan(factor), jnp.nan, current).astype(current.dtype)
     limits = {
         "mosaic_tpu": lambda: mosaic_tpu.unsupported(bank, current),
         "mosaic_gpu": lambda: mosaic_gpu.unsupported(bank, current),

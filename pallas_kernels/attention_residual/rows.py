@@ -6,12 +6,15 @@ float32 in groups of `SLOTS`: probabilities, scores, inverse norms; within a gro
 """
 
 import functools
+import math
+import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import align_varying
+from pallas_kernels.checks import align_varying, empty
+from pallas_kernels.debug import check_values
 
 LANES = 128
 SLOTS = 32  # rows that a group of statistics has room for
@@ -19,6 +22,8 @@ SLOTS = 32  # rows that a group of statistics has room for
 
 def unsupported_row(row: jax.Array) -> str | None:
     """Why the kernels do not take rows [.., D] like these, or None."""
+    if 0 in row.shape[-3:]:  # a bank without entries has a form of its own
+        return empty(rows=row)
     if row.shape[-1] % LANES:
         return f"D={row.shape[-1]} is not a multiple of {LANES}"
     if row.dtype not in (jnp.float32, jnp.bfloat16):
@@ -35,8 +40,37 @@ def unsupported(bank: jax.Array, current: jax.Array) -> str | None:
     return unsupported_row(current)
 
 
-def checked_count(op: str, count: int | jax.Array, num_entries: int) -> int | jax.Array:
-    """Return count, as an int where it is known.
+def checked_most(op: str, most: int | None, num_entries: int) -> int:
+    """Return the largest value that a count may have, `num_entries` for None.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: the bank has fewer entries.
+    """
+    if most is None:
+        return num_entries
+    try:
+        most = operator.index(most)
+    except TypeError:
+        raise TypeError(f"{op}: most={most} must be an int or None; it is static") from None
+    if not 0 <= most <= num_entries:
+        raise ValueError(f"{op}: most={most} is outside 0..{num_entries}, the entries of the bank")
+    return most
+
+
+def check_eps(op: str, eps: float) -> None:
+    """Raise ValueError unless eps is positive and finite: a row of zeros would give NaN."""
+    if not isinstance(eps, jax.core.Tracer) and not 0 < eps < math.inf:
+        raise ValueError(f"{op}: eps={eps} must be a positive number")
+
+
+def checked_count(
+    op: str, count: int | jax.Array, num_entries: int, most: int
+) -> tuple[int | jax.Array, int | jax.Array]:
+    """Return count, as an int where it is known, and 1, or NaN for a traced count out of range.
+
+    A factor of NaN on the queries shows in all results and gradients. The count that is returned
+    beside it is within range, so that no form reads or writes past the bank.
 
     Raises:
         TypeError: it is no integer.
@@ -50,7 +84,18 @@ def checked_count(op: str, count: int | jax.Array, num_entries: int) -> int | ja
             raise ValueError(
                 f"{op}: count={count} is outside 0..{num_entries}, the entries of the bank"
             )
-    return count
+        if count > most:
+            raise ValueError(f"{op}: count={count} is larger than most={most}; raise most")
+        return count, 1
+
+    def problem(value) -> str | None:
+        if 0 <= value <= most:
+            return None
+        return f"{op}: count={value} is outside 0..{most} (most={most} of {num_entries} entries)"
+
+    check_values(lambda xp, value: (value,), problem, count)
+    fits = (count >= 0) & (count <= most)
+    return jnp.where(fits, count, most), jnp.where(fits, 1, jnp.nan)
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:

@@ -17,6 +17,7 @@ from pallas_kernels.attention_residual import (
     xla,
 )
 from pallas_kernels.checks import require_floating, require_rank, require_shape
+from pallas_kernels.debug import check_values
 from pallas_kernels.dispatch import choose_implementation
 
 _BLOCK_FORMS = {
@@ -63,12 +64,14 @@ def attention_residual_block(
     Args:
         bank: blocks [N, B, T, D], of which the first `count` exist.
         queries: norm weight times projection weight [Q, D] of the layers that share the bank.
-        count: number of entries that exist, an int or int32 []; others are not read.
-        eps: added to the mean square.
+        count: number of entries that exist, an int or int32 []; others are not read. A
+            traced count out of range gives NaN, and is reported in `debug_checks`.
+        eps: added to the mean square, positive.
         implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Raises:
-        ValueError: shapes disagree, count is out of range, or the implementation is unknown.
+        ValueError: shapes disagree, count is out of range, eps is not positive, or the
+            implementation is unknown.
         TypeError: an array is not floating point, or count is not an integer.
         NotImplementedError: the named kernel does not take these arguments or this device.
     """
@@ -77,7 +80,10 @@ def attention_residual_block(
     require_rank(op, "Q D", queries=queries)
     require_floating(op, bank=bank, queries=queries)
     require_shape(op, (queries.shape[0], bank.shape[-1]), "(Q, D of bank)", queries=queries)
-    count = rows.checked_count(op, count, bank.shape[0])
+    rows.check_eps(op, eps)
+    count, factor = rows.checked_count(op, count, bank.shape[0], bank.shape[0])
+    if not isinstance(count, int):
+        queries = queries * factor.astype(queries.dtype)
     limits = {
         "mosaic_tpu": lambda: mosaic_tpu_two_phase.unsupported(bank, queries),
         "mosaic_gpu": lambda: mosaic_gpu_two_phase.unsupported(bank, queries),
@@ -103,12 +109,14 @@ def attention_residual_merge(
         partial: of `attention_residual_block`.
         current: running sum of the present block [B, T, D].
         query: the layer's own [D].
-        index: which of the queries of `partial` it is, an int or int32 [].
-        eps: added to the mean square.
+        index: which of the queries of `partial` it is, an int or int32 []. A traced
+            index out of range gives NaN, and is reported in `debug_checks`.
+        eps: added to the mean square, positive.
         implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Raises:
-        ValueError: shapes disagree, index is out of range, or the implementation is unknown.
+        ValueError: shapes disagree, index is out of range, eps is not positive, or the
+            implementation is unknown.
         TypeError: an array is not floating point, or index is not an integer.
         NotImplementedError: the named kernel does not take these arguments or this device.
     """
@@ -122,8 +130,22 @@ def attention_residual_merge(
     require_shape(op, expected[:-1], "(Q, B, T)", maximum=partial.maximum, total=partial.total)
     if not jnp.issubdtype(jnp.result_type(index), jnp.integer) or jnp.ndim(index) != 0:
         raise TypeError(f"{op}: index={index} must be an int or an int32 scalar")
-    if isinstance(index, int) and not 0 <= index < num_queries:
-        raise ValueError(f"{op}: index={index} is outside 0..{num_queries - 1}, the queries")
+    rows.check_eps(op, eps)
+
+    def problem(value) -> str | None:
+        if 0 <= value < num_queries:
+            return None
+        return f"{op}: index={value} is outside 0..{num_queries - 1}, the queries"
+
+    if isinstance(index, jax.core.Tracer):
+        check_values(lambda xp, value: (value,), problem, index)
+        fits = (index >= 0) & (index < num_queries)
+        index = jnp.where(fits, index, 0)
+        query = query * jnp.where(fits, 1, jnp.nan).astype(query.dtype)
+    else:
+        index = int(index)
+        if message := problem(index):
+            raise ValueError(message)
     limits = {
         "mosaic_tpu": lambda: rows.unsupported_row(current),
         "mosaic_gpu": lambda: rows.unsupported_row(current),

@@ -1,10 +1,18 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import attention_residual
+from pallas_kernels import (
+    attention_residual,
+    attention_residual_block,
+    attention_residual_merge,
+    debug_checks,
+    interpreted,
+)
 from pallas_kernels.attention_residual import xla
 from tests.pallas_kernels.compare import (
     DATA,
@@ -160,3 +168,39 @@ def test_attention_residual_refuses_bad_input():
         attention_residual(bank, current, query, 6, eps=1e-5)
     with pytest.raises(TypeError, match=r"count=1\.0 must be an int or an int32 scalar"):
         attention_residual(bank, current, query, 1.0, eps=1e-5)
+    with pytest.raises(ValueError, match="count=3 is larger than most=2"):
+        attention_residual(bank, current, query, jnp.int32(3), eps=1e-5, most=2)
+    with pytest.raises(ValueError, match="eps=0 must be a positive number"):
+        attention_residual(bank, current, query, 1, eps=0)
+    partial = attention_residual_block(bank, query[None], 2, eps=1e-5)
+    with pytest.raises(ValueError, match=r"index=1 is outside 0\.\.0"):
+        attention_residual_merge(partial, current, query, index=jnp.int32(1), eps=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(("count", "most"), [(3, 2), (N + 1, None), (-1, None), (1, 0)])
+def test_traced_count_out_of_range_gives_nan_and_is_reported(count, most, implementation):
+    bank, current, query = (jnp.float32(array) for array in (BANK, CURRENT, QUERY))
+    op = functools.partial(attention_residual, eps=1e-5, most=most, implementation=implementation)
+    mixed = jax.jit(lambda count: op(bank, current, query, count)[0])(count)
+    assert np.isnan(mixed).all()
+    with debug_checks(), pytest.raises(jax.errors.JaxRuntimeError, match=f"count={count} is outs"):
+        jax.block_until_ready(jax.jit(lambda n: op(bank, current, query, n))(count))
+
+
+def test_traced_index_out_of_range_gives_nan():
+    bank, current, query = (jnp.float32(array) for array in (BANK, CURRENT, QUERY))
+    partial = attention_residual_block(bank, query[None], 2, eps=1e-5)
+    merge = functools.partial(attention_residual_merge, partial, current, query, eps=1e-5)
+    assert np.isnan(jax.jit(lambda index: merge(index=index))(1)).all()
+    assert np.isfinite(jax.jit(lambda index: merge(index=index))(0)).all()
+
+
+def test_empty_rows_need_no_kernel():
+    empty, query = jnp.zeros((B, 0, 128)), jnp.zeros(128)
+    mixed, _ = attention_residual(jnp.zeros((N, B, 0, 128)), empty, query, 2, eps=1e-5)
+    assert mixed.shape == empty.shape
+    with interpreted("tpu"), pytest.raises(NotImplementedError, match="empty; use 'xla'"):
+        attention_residual(
+            jnp.zeros((N, B, 0, 128)), empty, query, 2, eps=1e-5, implementation="mosaic_tpu"
+        )
