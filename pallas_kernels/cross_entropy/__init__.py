@@ -13,6 +13,7 @@ from pallas_kernels.checks import (
     require_shape,
 )
 from pallas_kernels.cross_entropy import mosaic_gpu, mosaic_tpu, reference, xla
+from pallas_kernels.debug import check_values
 from pallas_kernels.dispatch import choose_implementation
 
 _FORMS = {
@@ -49,7 +50,8 @@ def cross_entropy(
     float32.
 
     Args:
-        x: hidden states [M, D], float32 or bfloat16.
+        x: hidden states [M, D]; M = 0 with "xla" (and None). Kernels take float32 or bfloat16,
+            "xla" and "reference" any float type.
         weight: output head [D, W], x's dtype; inside `jax.shard_map` this device's columns.
         targets: ids [M], of the whole vocabulary. Negative ids are ignored: their loss and
             gradient are 0, and their x may hold NaN.
@@ -61,23 +63,29 @@ def cross_entropy(
         implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
-        losses [M] float32; NaN for an id that no column stands for.
+        losses [M] float32; NaN for an id that no column stands for, and so are the gradients that
+        its row takes part in: its own of x and all of the weight. `debug_checks` reports such ids.
 
     Raises:
-        ValueError: shapes disagree, or the implementation is unknown.
+        ValueError: shapes disagree, the weight has no columns, `axis_name` is no axis of a
+            surrounding `jax.shard_map`, or the implementation is unknown.
         TypeError: x and weight are not floats of one dtype, or targets are not integers.
         NotImplementedError: the implementation is not built, not for this device, or does not take
             these arguments.
     """
+    if axis_name is not None:
+        _require_axes(axis_name)
     if vocab_start is None:
         vocab_start = 0 if axis_name is None else lax.axis_index(axis_name) * weight.shape[1]
     terms = logit_terms(x, weight, targets, vocab_start=vocab_start, implementation=implementation)
     held = _is_held(targets, vocab_start, weight.shape[1])
     if axis_name is not None:
         terms, held = merge(terms, axis_name), lax.pmax(held.astype(jnp.int32), axis_name) > 0
-    losses = jnp.where(held, terms.logsumexp - terms.target_logit, jnp.nan)
     is_target = targets >= 0
-    losses = jnp.where(is_target, losses, 0)
+    _check_held(targets, held)
+    # A factor, since the gradient of a `where` would be 0 and hide the id.
+    factor = jnp.where(held | ~is_target, 1, jnp.nan).astype(terms.logsumexp.dtype)
+    losses = jnp.where(is_target, (terms.logsumexp - terms.target_logit) * factor, 0)
     return (losses, jnp.where(is_target, terms.logsumexp, 0)) if return_logsumexp else losses
 
 
@@ -103,6 +111,8 @@ def logit_terms(
     require_integer(op, targets=targets)
     require_shape(op, (x.shape[0],), "(M of x)", targets=targets)
     require_shape(op, (x.shape[1], weight.shape[1]), "(D of x, W)", weight=weight)
+    if weight.shape[1] == 0:
+        raise ValueError(f"{op}: weight has shape {weight.shape}; it needs at least one column")
     if x.dtype != weight.dtype:
         raise TypeError(f"{op}: weight has dtype {weight.dtype}, x {x.dtype}; cast one of them")
     limits = {
@@ -126,6 +136,34 @@ def merge(terms: LogitTerms, axis_name: str | tuple[str, ...]) -> LogitTerms:
     peak = lax.pmax(lax.stop_gradient(terms.logsumexp), axis_name)
     total = lax.psum(jnp.exp(terms.logsumexp - peak), axis_name)
     return LogitTerms(peak + jnp.log(total), lax.psum(terms.target_logit, axis_name))
+
+
+def _require_axes(axis_name: str | tuple[str, ...]) -> None:
+    """Raise ValueError unless the axes are those of a `jax.shard_map` around the call."""
+    try:
+        lax.axis_index(axis_name)
+    except NameError:
+        raise ValueError(
+            f"cross_entropy: axis_name={axis_name!r} is no mesh axis here; call it inside "
+            "jax.shard_map over that axis, or leave axis_name out"
+        ) from None
+
+
+def _check_held(targets: jax.Array, held: jax.Array) -> None:
+    """In debug mode, raise ValueError where a target >= 0 stands for no column."""
+
+    def summarise(xp, targets, held):
+        return (xp.max(xp.where(held, -1, targets), initial=-1),)
+
+    def problem(largest):
+        if largest < 0:
+            return None
+        return (
+            f"cross_entropy: targets hold the id {largest}, which no column of the weight stands "
+            "for; ids to ignore are negative"
+        )
+
+    check_values(summarise, problem, targets, held, free=False)
 
 
 def _is_held(targets: jax.Array, vocab_start: int | jax.Array, columns: int) -> jax.Array:

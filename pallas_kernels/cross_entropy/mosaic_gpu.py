@@ -49,7 +49,7 @@ def unsupported(x: jax.Array, weight: jax.Array) -> str | None:
     if weight.shape[0] % DEPTH:
         return f"D={weight.shape[0]} of x is not a multiple of {DEPTH}"
     if x.shape[0] == 0:
-        return "x has no tokens (M=0)"
+        return "x has no tokens (M=0); use 'xla' for empty arrays"
     return None
 
 

@@ -103,7 +103,7 @@ def unsupported(x: jax.Array, weight: jax.Array) -> str | None:
     if vocabulary < LANES:
         return f"W={vocabulary} of weight is less than {LANES}"
     if x.shape[0] == 0:
-        return "x has no tokens (M=0)"
+        return "x has no tokens (M=0); use 'xla' for empty arrays"
     return None
 
 

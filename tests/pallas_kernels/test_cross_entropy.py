@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import cross_entropy
+from pallas_kernels import cross_entropy, debug_checks
 from pallas_kernels.cross_entropy.gradients import chunk_columns, over_vocabulary
 from pallas_kernels.cross_entropy.xla import XlaTiles
 from pallas_kernels.tiles import with_tiles
@@ -46,6 +46,22 @@ def test_chunks_cover_the_vocabulary_once(vocabulary):
     seen = over_vocabulary(vocabulary, columns, step, jnp.zeros(vocabulary, jnp.int32))
     np.testing.assert_array_equal(seen, 1)
     assert max(widths) < 256 + 128 and min(widths) >= min(vocabulary, 128)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_id_without_a_column_shows_in_gradients_and_is_reported(implementation):
+    x, weight, targets, *_ = make_operands(6, 8, 20)
+    x = jnp.nan_to_num(x)
+    targets = jnp.arange(6).at[0].set(-1).at[1].set(20)
+    op = functools.partial(cross_entropy, targets=targets, implementation=implementation)
+    d_x, d_weight = jax.grad(lambda *arrays: op(*arrays).sum(), argnums=(0, 1))(x, weight)
+    np.testing.assert_array_equal(np.isnan(d_x).all(axis=1), np.arange(6) == 1)
+    np.testing.assert_array_equal(np.isnan(d_x).any(axis=1), np.arange(6) == 1)
+    assert np.isnan(d_weight).all() and not np.any(d_x[0])
+    with debug_checks(), pytest.raises(ValueError, match="targets hold the id 20"):
+        op(x, weight)
+    with debug_checks(), pytest.raises(jax.errors.JaxRuntimeError, match="targets hold the id 20"):
+        jax.block_until_ready(jax.jit(lambda *arrays: op(*arrays))(x, weight))
 
 
 def test_id_without_a_column_gives_nan():
@@ -115,3 +131,11 @@ def test_cross_entropy_refuses_bad_input():
         cross_entropy(x, weight, targets.astype(jnp.float32))
     with pytest.raises(TypeError, match="weight has dtype bfloat16, x float32"):
         cross_entropy(x, weight.astype(jnp.bfloat16), targets)
+    with pytest.raises(
+        ValueError, match=r"weight has shape \(8, 0\); it needs at least one column"
+    ):
+        cross_entropy(x, weight[:, :0], targets)
+    for start in (None, 0):
+        with pytest.raises(ValueError, match="axis_name='tp' is no mesh axis here"):
+            cross_entropy(x, weight, targets, axis_name="tp", vocab_start=start)
+    assert cross_entropy(x[:0], weight, targets[:0]).shape == (0,)
