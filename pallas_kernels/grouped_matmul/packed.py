@@ -107,7 +107,9 @@ def _product(x, weights, group_sizes):
     num_groups, num_columns, half = weights.codes.shape
     columns_of_x = (x[:, 0::2], x[:, 1::2])
     output = jnp.zeros_like(x, shape=(num_rows, num_columns))
-    alone = TILES.alone if num_rows < TILES.alone_below * num_groups else 0
+    # Row by row the sums are float32.
+    in_tiles = num_rows >= TILES.alone_below * num_groups or x.dtype == jnp.float64
+    alone = 0 if in_tiles else TILES.alone
     if num_rows > alone:
         tile_rows = TILES.rows(num_rows, num_groups)
         limit = TILES.block_weights(tile_rows) // (2 * half)
@@ -223,7 +225,7 @@ def _by_tiles(
                     lax.dynamic_update_slice(
                         output,
                         to_bits(jnp.where(belongs[:, None], own, 0).astype(dtype)),
-                        (row, column),
+                        _at(row, column),
                     )
                     for output, dtype, own in zip(
                         outputs, dtypes[1], multiply(block, *rows), strict=True
@@ -263,7 +265,7 @@ def _row_by_row(columns_of_x, weights: MXFP4, group_sizes: jax.Array, output: ja
 
         def of_block(number, sums):
             column = blocks.start(number)
-            codes = lax.dynamic_slice(weights.codes, (group, column, 0), (1, blocks.width, half))
+            codes = lax.dynamic_slice(weights.codes, _at(group, column, 0), (1, blocks.width, half))
             own = lax.dynamic_slice_in_dim(factors, column, blocks.width)
             # XLA on CPU fuses the decoding into a product only in this spelling: a vector before
             # a transposed matrix, and nothing added to the result. Hence two sums.
@@ -272,12 +274,12 @@ def _row_by_row(columns_of_x, weights: MXFP4, group_sizes: jax.Array, output: ja
                 for x, columns in zip(columns_of_x, stream_columns(codes[0], own), strict=True)
             ]
             return tuple(
-                lax.dynamic_update_slice(total, part[None], (row, column))
+                lax.dynamic_update_slice(total, part[None], _at(row, column))
                 for total, part in zip(sums, parts, strict=True)
             )
 
         even, odd, factor = lax.fori_loop(0, blocks.number, of_block, sums[:2]) + sums[2:]
-        factor = lax.dynamic_update_slice(factor, factors_of_sums[None], (row, 0))
+        factor = lax.dynamic_update_slice(factor, factors_of_sums[None], _at(row, 0))
         return even, odd, factor
 
     zeros = jnp.zeros_like(columns_of_x[0], shape=output.shape)
@@ -290,18 +292,24 @@ def _rows_of(weights: MXFP4, group, start, width: int) -> tuple[jax.Array, jax.A
     """Codes and scales of `width` output columns of one matrix."""
     codes, scales = weights.codes, weights.scales
     return tuple(
-        lax.dynamic_slice(a, (group, start, 0), (1, width, a.shape[2]))[0] for a in (codes, scales)
+        lax.dynamic_slice(a, _at(group, start, 0), (1, width, a.shape[2]))[0]
+        for a in (codes, scales)
     )
 
 
 def _columns_of(weights: MXFP4, group, start, width: int) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of `width` bytes of every output column of one matrix."""
     num_columns = weights.codes.shape[1]
-    codes = lax.dynamic_slice(weights.codes, (group, 0, start), (1, num_columns, width))
+    codes = lax.dynamic_slice(weights.codes, _at(group, 0, start), (1, num_columns, width))
     scales = lax.dynamic_slice(
-        weights.scales, (group, 0, start // BYTES), (1, num_columns, width // BYTES)
+        weights.scales, _at(group, 0, start // BYTES), (1, num_columns, width // BYTES)
     )
     return codes[0], scales[0]
+
+
+def _at(*starts) -> tuple[jax.Array, ...]:
+    """Starts of a slice in one type, as it takes them: counters are int64 in 64-bit mode."""
+    return tuple(jnp.asarray(start, jnp.int32) for start in starts)
 
 
 def _operand_type(x: jax.Array) -> jnp.dtype:

@@ -173,3 +173,24 @@ def test_numpy_arrays_are_taken():
     expected = grouped_matmul(jnp.ones((2, 32)), weights, jnp.array([2]))
     found = grouped_matmul(np.ones((2, 32), np.float32), on_host, np.array([2]))
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("group_sizes", [(3, 0, 2), (25, 0, 14)])
+def test_packed_product_in_64_bit_mode(group_sizes):
+    """Counters of loops are int64 there; float64 rows keep their precision."""
+    with jax.enable_x64(True):
+        weights, sizes = packed_weights(3, 32, 6), jnp.array(group_sizes, jnp.int32)
+
+        def op(implementation, x):
+            return grouped_matmul(x, weights, sizes, implementation=implementation)
+
+        x = jnp.asarray(normal(0, 40, 32), jnp.float64)
+        value, pull_back = jax.vjp(lambda x: op("xla", x), x)
+        expected, expected_pull_back = jax.vjp(lambda x: op("reference", x), x)
+        assert value.dtype == jnp.float64
+        np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            pull_back(value)[0], expected_pull_back(value)[0], rtol=1e-12, atol=1e-12
+        )
+        found = op("xla", x.astype(jnp.float32))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
