@@ -34,6 +34,7 @@ from pallas_kernels.kda import (
     kda_decode,
     kda_gate,
     kda_transition,
+    plan_context,
 )
 from pallas_kernels.mla import mla_attention, mla_decode
 from pallas_kernels.mxfp4 import MXFP4
@@ -66,6 +67,7 @@ __all__ = [
     "kda_transition",
     "mla_attention",
     "mla_decode",
+    "plan_context",
     "quantize_mxfp8",
     "short_conv",
 ]

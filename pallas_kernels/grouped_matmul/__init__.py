@@ -56,7 +56,7 @@ def grouped_matmul(
         weights: one matrix per group [E, K, N]; an `MXFP4` stack is multiplied as stored and
             gets no gradient.
         group_sizes: int [E] with a sum of at most M; checked where it is concrete, and in
-            `pallas_kernels.debug.debug_checks` everywhere.
+            `pallas_kernels.debug_checks` everywhere.
         implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:

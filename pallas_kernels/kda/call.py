@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import require_int, static_float
 from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.kda.context import plan_context, run_in_pieces
@@ -42,7 +43,8 @@ def kda(
     Computed in float32 (float64 when q, k or v are float64). Differentiable in every array, through
     all results. Tokens with segment id 0 are as if absent: output 0, state unchanged, wherever
     they stand and whatever they hold. A *run* is a maximal stretch of real tokens of one id
-    (absent tokens between do not end it); the state starts anew with each run.
+    (absent tokens between do not end it); the state starts anew with each run. Without rows or
+    tokens (B = 0 or T = 0) the output is empty and the states are the initial ones.
 
     Args:
         q: [B, T, H, K], used as given unless `normalize_qk`. Floating, as all arrays but the ids.
@@ -50,7 +52,7 @@ def kda(
         v: [B, T, H, V].
         log_decay: [B, T, H, K], <= 0; may be as low as -inf. With `gate` raw logits.
         beta: [B, T, H], already activated unless `beta_logits`.
-        scale: multiplies the output; None is K**-0.5.
+        scale: static; multiplies the output. None is K**-0.5.
         initial_state: [B, H, K, V], the state before the first run (later runs start at zero).
             With `num_segments` [B, num_segments, H, K, V], the state before each run. None: zeros.
         segment_ids: [B, T] integers; None is one run of real tokens.
@@ -63,12 +65,14 @@ def kda(
             those. Differentiable in its arrays, too.
         beta_logits: `beta` is before its sigmoid.
         normalize_qk: q and k are divided by sqrt(sum of squares + 1e-6) over K first.
-        state_positions: [B, P] integers that do not decrease along a row. The states after that
-            many tokens of the row, absent ones counted, are a third result (checkpoints of a
-            prefix cache). Beside `segment_ids` it needs `num_segments` (1 where they mark padding).
+        state_positions: [B, P] integers from 0 to T that do not decrease along a row. The states
+            after that many tokens of the row, absent ones counted, are a third result (checkpoints
+            of a prefix cache). Beside `segment_ids` it needs `num_segments` (1 where they mark
+            padding).
         context_chunks: cut rows into that many pieces which run at the same time, with three times
             the work and equal results; "auto" does so where it leaves fewer cores idle
-            (`plan_context`), None never. Takes neither `num_segments` nor `state_positions`.
+            (`plan_context` tells the number), None never. Takes neither `num_segments` nor
+            `state_positions`.
         implementation: "reference" (token by token), "xla" (chunks), "mosaic_tpu", "mosaic_gpu"
             (chunks in one kernel) or None (chosen by a table).
 
@@ -83,13 +87,16 @@ def kda(
         ValueError: a shape does not fit, `log_decay_min` is positive, a row has too many runs, or
             options exclude each other. Where it is free to tell, and everywhere in debug mode
             (`pallas_kernels.debug_checks`): a decay above zero or below the promise, positions
-            that decrease; in debug mode only: non-zero segment ids that decrease.
-        TypeError: an array has the wrong kind of dtype.
+            that decrease or are outside 0..T; in debug mode only: non-zero segment ids that
+            decrease, a decay of NaN.
+        TypeError: an array has the wrong kind of dtype, or a static argument is traced or no
+            number of its kind.
         NotImplementedError: the implementation is not built or does not take these arguments.
     """
     check_inputs(
         q, k, v, log_decay, beta, initial_state, segment_ids, num_segments, log_decay_min, gate
     )
+    scale = q.shape[-1] ** -0.5 if scale is None else static_float("kda", scale=scale)
     operands = Operands(
         q=q, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
         normalize_qk=normalize_qk,
@@ -98,14 +105,13 @@ def kda(
     per_run = num_segments is not None
     num_pieces = _choose_pieces(context_chunks, q, per_run or state_positions is not None)
     chosen = choose_implementation("kda", implementation, limits(operands))
-    check_positions(state_positions, q.shape[0], segment_ids, num_segments)
+    check_positions(state_positions, *q.shape[:2], segment_ids, num_segments)
     check_num_segments(segment_ids, num_segments)
     if gate is None:
         check_decay("kda", log_decay, segment_ids, log_decay_min)
     check_segment_order("kda", segment_ids)
 
     num_rows, _, num_heads, key_dim = q.shape
-    scale = key_dim**-0.5 if scale is None else scale
     if initial_state is None:
         shape = (num_rows, num_segments or 1, num_heads, key_dim, v.shape[-1])
         initial_state = jnp.zeros(shape, operands.dtype)
@@ -136,6 +142,8 @@ def _choose_pieces(context_chunks: int | str | None, q: jax.Array, keeps_states:
     num_rows, num_tokens, num_heads, _ = q.shape
     if context_chunks == "auto":
         return 1 if keeps_states else plan_context(num_tokens, num_heads, num_rows)
+    if not isinstance(context_chunks, str):
+        require_int("kda", context_chunks=context_chunks)
     if isinstance(context_chunks, str) or context_chunks < 1:
         raise ValueError(
             f"kda: context_chunks={context_chunks!r} must be a number of at least 1, 'auto' or None"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require_floating, require_rank, require_shape
+from pallas_kernels.checks import require_floating, require_rank, require_shape, static_float
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.kda import (
     decode_mosaic_gpu,
@@ -76,7 +76,7 @@ def kda_decode(
         log_decay: [B, T, H, K], raw logits with `gate`.
         beta: [B, T, H].
         state: [B, H, K, V].
-        scale: multiplies the output; None is K**-0.5.
+        scale: static; multiplies the output. None is K**-0.5.
         gate: as in `kda`.
         beta_logits: likewise.
         normalize_qk: likewise.
@@ -95,8 +95,9 @@ def kda_decode(
     Raises:
         ValueError: a shape does not fit, or (where it is free to tell, and everywhere in debug
             mode) a decay is above zero.
-        TypeError: an array has the wrong kind of dtype.
-        NotImplementedError: the implementation is not built or does not take these arguments.
+        TypeError: an array has the wrong kind of dtype, or scale is traced.
+        NotImplementedError: the named kernel does not take these arguments (among them B = 0,
+            which "xla" takes) or this device.
     """
     has_token_axis = q.ndim == 4
     if not has_token_axis:
@@ -118,7 +119,7 @@ def kda_decode(
         check_decay("kda_decode", log_decay, None, None)
     tokens, options = (q, k, v, log_decay, beta), {
         "gate": gate, "conv": conv, "beta_logits": beta_logits, "normalize_qk": normalize_qk,
-        "scale": float(q.shape[-1] ** -0.5 if scale is None else scale),
+        "scale": q.shape[-1] ** -0.5 if scale is None else static_float("kda_decode", scale=scale),
         "every_state": every_state,
     }  # fmt: skip
     limits = {

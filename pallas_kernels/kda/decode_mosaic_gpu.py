@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.checks import align_varying
+from pallas_kernels.checks import align_varying, empty
 from pallas_kernels.interpret import interpreted_platform
 from pallas_kernels.kda.activate import NORM_EPS
 from pallas_kernels.kda.decode_options import DecodeOptions, without_gradient
@@ -28,6 +28,8 @@ _MATRIX = plgpu.Layout.WGMMA
 
 def unsupported(tokens, state) -> str | None:
     """Why the kernel does not take these arrays, or None when it does."""
+    if problem := empty(q=tokens[0]):
+        return problem
     names = ("q", "k", "v", "log_decay", "beta")
     for name, array in zip(names, tokens, strict=True):
         if array.dtype not in (jnp.float32, jnp.bfloat16):

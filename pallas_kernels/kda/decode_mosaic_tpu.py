@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.checks import align_varying
+from pallas_kernels.checks import align_varying, empty
 from pallas_kernels.kda.activate import activate
 from pallas_kernels.kda.decode_options import DecodeOptions, without_gradient
 from pallas_kernels.tiles import choose_tiles
@@ -47,6 +47,8 @@ def _vmem_bytes(heads: int, key_dim: int, value_dim: int, states: int) -> int:
 
 def unsupported(tokens, state, *, every_state: bool) -> str | None:
     """Why the kernel does not take these arrays, or None when it does."""
+    if problem := empty(q=tokens[0]):
+        return problem
     names = ("q", "k", "v", "log_decay", "beta")
     for name, array in zip(names, tokens, strict=True):
         if array.dtype not in (jnp.float32, jnp.bfloat16):

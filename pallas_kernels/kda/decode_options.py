@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels import checks
 from pallas_kernels.kda.gate import shifted_gate
 
 
@@ -44,15 +44,6 @@ class DecodeOptions:
 
 def without_gradient(function: Callable, implementation: str) -> Callable:
     """Let a function of one pytree of arrays say that it has no gradient, instead of failing."""
-
-    @jax.custom_vjp
-    def call(operands):
-        return function(operands)
-
-    def refuse(operands):
-        raise NotImplementedError(
-            f"kda_decode: implementation={implementation!r} has no gradient; use 'xla', or kda"
-        )
-
-    call.defvjp(refuse, lambda *_: None)
-    return call
+    call = f"kda_decode: implementation={implementation!r}"
+    message = f"{call} has no gradient; use 'xla', or kda"
+    return checks.without_gradient(function, message)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require_floating, require_rank
+from pallas_kernels.checks import require_floating, require_rank, static_float
 
 # Above this softplus is the identity, as in the released kernels; also keeps exp from overflowing.
 _SOFTPLUS_IDENTITY = 20.0
@@ -100,5 +101,7 @@ def check_gate(
             f"{op}: dt_bias has shape {dt_bias.shape}; expected ({num_heads}, {key_dim}) or "
             f"({num_heads * key_dim},)"
         )
-    if lower_bound is not None and not lower_bound < 0:
+    if isinstance(lower_bound, jax.core.Tracer):
+        static_float(op, lower_bound=lower_bound)
+    if lower_bound is not None and not -math.inf < lower_bound < 0:
         raise ValueError(f"{op}: lower_bound={lower_bound} must be negative (-5.0), or None")

@@ -5,8 +5,15 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
-from pallas_kernels.debug import check_values
+from pallas_kernels.checks import (
+    require_floating,
+    require_int,
+    require_integer,
+    require_rank,
+    require_shape,
+    static_float,
+)
+from pallas_kernels.debug import check_values, is_debugging
 from pallas_kernels.kda.gate import KDAGate, check_gate
 
 
@@ -25,8 +32,10 @@ def check_inputs(
     require_shape(op, q.shape[:3], "from q", beta=beta)
     if min(*q.shape[2:], v.shape[-1]) == 0:
         raise ValueError(f"{op}: q {q.shape} and v {v.shape} need H, K and V of at least 1")
-    if num_segments is not None and num_segments < 1:
-        raise ValueError(f"{op}: num_segments={num_segments} must be at least 1, or None")
+    if num_segments is not None:
+        require_int(op, num_segments=num_segments)
+        if num_segments < 1:
+            raise ValueError(f"{op}: num_segments={num_segments} must be at least 1, or None")
     if initial_state is not None:
         runs = () if num_segments is None else (num_segments,)
         letters = "[B, H, K, V]" if num_segments is None else "[B, num_segments, H, K, V]"
@@ -36,6 +45,8 @@ def check_inputs(
     if segment_ids is not None:
         require_integer(op, segment_ids=segment_ids)
         require_shape(op, q.shape[:2], "= [B, T] from q", segment_ids=segment_ids)
+    if isinstance(log_decay_min, jax.core.Tracer):
+        static_float(op, log_decay_min=log_decay_min)
     if log_decay_min is not None and not (-math.inf < log_decay_min <= 0):
         raise ValueError(
             f"{op}: log_decay_min={log_decay_min} must be a finite number <= 0, or None when the "
@@ -52,7 +63,7 @@ def check_inputs(
             )
 
 
-def check_positions(state_positions, num_rows, segment_ids, num_segments) -> None:
+def check_positions(state_positions, num_rows, num_tokens, segment_ids, num_segments) -> None:
     """Raise unless `state_positions` fit the other arguments of `kda`."""
     if state_positions is None:
         return
@@ -66,10 +77,21 @@ def check_positions(state_positions, num_rows, segment_ids, num_segments) -> Non
         )
 
     def summarise(xp, positions):
-        return (xp.any(positions[:, 1:] < positions[:, :-1]),)
+        return (
+            xp.any(positions[:, 1:] < positions[:, :-1]),
+            xp.min(positions, initial=0),
+            xp.max(positions, initial=0),
+        )
 
-    def problem(decreases):
-        return "kda: state_positions decrease along a row; sort them" if decreases else None
+    def problem(decreases, lowest, highest):
+        if decreases:
+            return "kda: state_positions decrease along a row; sort them"
+        if lowest < 0 or highest > num_tokens:
+            return (
+                f"kda: state_positions hold {lowest if lowest < 0 else highest}, outside "
+                f"0..{num_tokens}, the tokens of a row"
+            )
+        return None
 
     check_values(summarise, problem, state_positions)
 
@@ -77,8 +99,10 @@ def check_positions(state_positions, num_rows, segment_ids, num_segments) -> Non
 def check_decay(op: str, log_decay, segment_ids, log_decay_min) -> None:
     """Raise ValueError where the decay of a real token is above 0 or below the promised minimum.
 
-    Checked where it is free, and everywhere in debug mode (`pallas_kernels.debug_checks`).
+    Checked where it is free, and everywhere in debug mode (`pallas_kernels.debug_checks`), which
+    reports NaN, too; outside of it NaN shows in the results.
     """
+    refuses_nan = is_debugging()
 
     def summarise(xp, log_decay, *segment_ids):
         if segment_ids:
@@ -86,6 +110,8 @@ def check_decay(op: str, log_decay, segment_ids, log_decay_min) -> None:
         return xp.max(log_decay, initial=0), xp.min(log_decay, initial=0)
 
     def problem(highest, lowest):
+        if refuses_nan and math.isnan(highest):
+            return f"{op}: log_decay holds NaN"
         if highest > 0:
             return (
                 f"{op}: log_decay holds {highest:.3g}, above 0: the state would grow; give the "

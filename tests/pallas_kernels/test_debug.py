@@ -24,6 +24,8 @@ BAD = [
     ({}, {"log_decay_min": -0.5}, "holds -1, below the promised log_decay_min=-0.5"),
     ({}, {"segment_ids": jnp.array([[1, 1, 0, 2, 2, 0], [5, 0, 3, 3, 3, 3]])}, "ids decrease"),
     ({}, {"state_positions": jnp.array([[1, 2], [3, 2]])}, "positions decrease"),
+    ({}, {"state_positions": jnp.array([[-1, 2], [3, 4]])}, "positions hold -1, outside 0..6"),
+    ({}, {"state_positions": jnp.array([[1, 2], [3, 7]])}, "positions hold 7, outside 0..6"),
 ]
 
 
@@ -48,6 +50,16 @@ def test_concrete_values_are_refused_before_anything_runs(change, options, messa
     if "ids" not in message:
         with pytest.raises(ValueError, match=message):
             kda(**_arguments(**change), **options)
+
+
+def test_decay_of_nan_is_reported_in_debug_mode_only():
+    arguments = _arguments(log_decay=np.where(GROWING > 0, np.nan, -1))
+    assert np.isnan(kda(**arguments)[0]).any()
+    with debug_checks(), pytest.raises(ValueError, match="log_decay holds NaN"):
+        kda(**arguments)
+    with debug_checks():
+        ids = jnp.asarray(np.arange(T) != 4, jnp.int32) * jnp.ones((B, 1), jnp.int32)
+        assert np.isfinite(kda(**arguments, segment_ids=ids)[0]).all()
 
 
 def test_values_of_absent_tokens_are_not_looked_at():

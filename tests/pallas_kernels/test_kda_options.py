@@ -93,6 +93,12 @@ def test_absent_tokens_of_fused_options_may_hold_nan():
             "state_positions beside segment_ids needs num_segments",
         ),
         ({"context_chunks": "all"}, ValueError, "context_chunks='all' must be a number"),
+        ({"context_chunks": 1.5}, TypeError, "context_chunks=1.5 is a float; give an int"),
+        ({"context_chunks": True}, TypeError, "context_chunks=True is a bool; give an int"),
+        ({"num_segments": 1.0}, TypeError, "num_segments=1.0 is a float; give an int"),
+        ({"scale": float("nan")}, ValueError, "scale=nan must be finite"),
+        ({"state_positions": np.array([[-1, 4]] * B)}, ValueError, "state_positions hold -1"),
+        ({"state_positions": np.array([[0, T + 1]] * B)}, ValueError, "state_positions hold"),
         ({"context_chunks": 2, "num_segments": 1}, ValueError, "leave out num_segments"),
     ],
 )
@@ -101,6 +107,18 @@ def test_bad_options_are_named(change, error, message):
     options = {"gate": KDAGate(A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0)} | change
     with pytest.raises(error, match=message):
         kda(*tokens, **options)
+
+
+def test_traced_scale_and_bound_are_named():
+    *tokens, A_log, dt_bias = (jnp.asarray(x, jnp.float32) for x in _raw())
+    with pytest.raises(TypeError, match="kda: scale is traced"):
+        jax.jit(lambda scale: kda(*tokens, scale=scale))(1.0)
+
+    def with_bound(bound):
+        return kda(*tokens, gate=KDAGate(A_log=A_log, dt_bias=dt_bias, lower_bound=bound))
+
+    with pytest.raises(TypeError, match="kda: lower_bound is traced"):
+        jax.jit(with_bound)(-5.0)
 
 
 def test_gate_that_does_not_fit_is_named():
