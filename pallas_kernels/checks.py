@@ -1,6 +1,7 @@
 """Shape and type checks of the public ops, and the alignment of device-varying operands."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,9 @@ import numpy as np
 
 
 def require_rank(op: str, rank: str, **arrays: jax.Array) -> None:
-    """Raise ValueError unless every array has as many dimensions as `rank` names, "B T H K".
-
-    What is no array, a list for one, is a TypeError.
-    """
+    """Raise ValueError unless every array has as many dimensions as `rank` names, "B T H K"."""
     for name, array in arrays.items():
-        if not hasattr(array, "ndim"):
-            raise TypeError(f"{op}: {name} is a {type(array).__name__}; pass a jax or numpy array")
+        _require_array(op, name, array)
         if array.ndim != len(rank.split()):
             raise ValueError(
                 f"{op}: {name} has shape {tuple(array.shape)}; expected [{rank.replace(' ', ', ')}]"
@@ -24,6 +21,7 @@ def require_rank(op: str, rank: str, **arrays: jax.Array) -> None:
 def require_shape(op: str, expected: tuple[int, ...], because: str, **arrays: jax.Array) -> None:
     """Raise ValueError unless every array has the `expected` shape; `because` names the source."""
     for name, array in arrays.items():
+        _require_array(op, name, array)
         if tuple(array.shape) != tuple(expected):
             raise ValueError(
                 f"{op}: {name} has shape {tuple(array.shape)}; expected {tuple(expected)} {because}"
@@ -33,6 +31,7 @@ def require_shape(op: str, expected: tuple[int, ...], because: str, **arrays: ja
 def require_floating(op: str, **arrays: jax.Array) -> None:
     """Raise TypeError unless every array holds floating point numbers."""
     for name, array in arrays.items():
+        _require_array(op, name, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{op}: {name} has dtype {array.dtype}; cast it to a float type")
 
@@ -53,6 +52,7 @@ def require_float_type(op: str, **dtypes: jax.typing.DTypeLike) -> None:
 def require_integer(op: str, **arrays: jax.Array) -> None:
     """Raise TypeError unless every array holds integers."""
     for name, array in arrays.items():
+        _require_array(op, name, array)
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} has dtype {array.dtype}; cast it to int32")
 
@@ -91,6 +91,26 @@ def empty(**arrays: jax.Array) -> str | None:
         if 0 in array.shape:
             return f"{name} {tuple(array.shape)} is empty; use 'xla' for empty arrays"
     return None
+
+
+def _require_array(op: str, name: str, array) -> None:
+    """Raise TypeError for a list, a number or None where an array belongs."""
+    if not hasattr(array, "ndim"):
+        raise TypeError(f"{op}: {name} is a {type(array).__name__}; pass a jax or numpy array")
+
+
+def without_gradient(function: Callable, message: str) -> Callable:
+    """Let a function of one pytree of arrays refuse to be differentiated, with this message."""
+
+    @jax.custom_vjp
+    def call(operands):
+        return function(operands)
+
+    def refuse(operands):
+        raise NotImplementedError(message)
+
+    call.defvjp(refuse, lambda *_: None)
+    return call
 
 
 def align_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:

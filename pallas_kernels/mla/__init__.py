@@ -3,7 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.checks import (
+    require_float_type,
+    require_floating,
+    require_integer,
+    require_rank,
+    require_shape,
+)
 from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.mla import mosaic_gpu, mosaic_tpu, reference, xla
@@ -101,9 +107,9 @@ def mla_attention(
             raise ValueError(
                 f"{op}: q_offset has shape {q_offset.shape}; expected () or ({batch},)"
             )
-    output_dtype = jnp.dtype(q.dtype if output_dtype is None else output_dtype)
-    if not jnp.issubdtype(output_dtype, jnp.floating):
-        raise TypeError(f"{op}: output_dtype={output_dtype} is not a float type")
+    output_dtype = q.dtype if output_dtype is None else output_dtype
+    require_float_type(op, output_dtype=output_dtype)
+    output_dtype = jnp.dtype(output_dtype)
     limits = {
         "mosaic_tpu": lambda: mosaic_tpu.unsupported(q, k, v, output_dtype),
         "mosaic_gpu": lambda: mosaic_gpu.unsupported(q, k, v, output_dtype),

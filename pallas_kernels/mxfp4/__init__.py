@@ -15,7 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require_floating
+from pallas_kernels.checks import require_float_type, require_floating
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.mxfp4 import reference, xla
 
@@ -81,8 +81,13 @@ class MXFP4:
 
         Exact in bfloat16 and float32, subnormal numbers included; magnitudes past the largest
         finite number are infinite, and all weights of a group with scale byte 255 are NaN.
+
+        Raises:
+            TypeError: dtype is not a float type, or the codes are not bytes.
+            ValueError: codes and scales do not fit, or the implementation is unknown.
         """
         self.check()
+        require_float_type("MXFP4", dtype=dtype)
         form = _DEQUANTIZE[choose_implementation("mxfp4", implementation)]
         return form(self.codes, self.scales, dtype=jnp.dtype(dtype))
 
@@ -105,15 +110,15 @@ class MXFP4:
             rule: "floor", "ceil" or "even".
 
         Raises:
-            ValueError: unknown rule, or `in` is no multiple of 32.
+            ValueError: unknown rule, `in` is no multiple of 32, or weights are empty.
             TypeError: weights are not floating point.
         """
         if rule not in RULES:
-            raise ValueError(f"mxfp4: rule={rule!r} must be one of {', '.join(RULES)}")
-        require_floating("mxfp4", weights=weights)
+            raise ValueError(f"MXFP4: rule={rule!r} must be one of {', '.join(RULES)}")
+        require_floating("MXFP4", weights=weights)
         if weights.ndim < 2 or weights.shape[-2] % GROUP or 0 in weights.shape:
             raise ValueError(
-                f"mxfp4: weights {tuple(weights.shape)} must be [..., in, out], not empty, with in "
+                f"MXFP4: weights {tuple(weights.shape)} must be [..., in, out], not empty, with in "
                 f"a multiple of {GROUP}, the group that shares a scale"
             )
         return cls(*_quantize(weights, rule))

@@ -81,7 +81,7 @@ def quantize_mxfp8(x: jax.Array) -> MXFP8:
     precision but at the subnormal end. A group that holds a NaN or an infinity gets scale 255.
 
     Args:
-        x: [..., K] with K a multiple of 32; computed in float32.
+        x: [..., K] with K a multiple of 32, without rows, too; computed in float32.
 
     Raises:
         TypeError: x is not floating point.
@@ -93,7 +93,7 @@ def quantize_mxfp8(x: jax.Array) -> MXFP8:
             f"quantize_mxfp8: x {tuple(x.shape)} must be [..., K] with K a multiple of {GROUP}, "
             "the group that shares a scale"
         )
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
     largest = jax.lax.bitcast_convert_type(jnp.abs(groups).max(-1), jnp.int32)
     # 448 is 1.75 * 2^8: the exponent field less 8, plus one where the mantissa exceeds 1.75.
     exponents = ((largest + 0x1FFFFF) >> 23) - 8

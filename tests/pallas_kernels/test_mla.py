@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mla_attention
+from pallas_kernels import debug_checks, mla_attention, mla_decode
 from pallas_kernels.mla import xla
 from tests.pallas_kernels.compare import (
     DATA,
@@ -158,3 +158,47 @@ def test_mla_attention_refuses_bad_input():
         mla_attention(q, k, v, scale=1.0, q_offset=jnp.zeros(3, jnp.int32))
     with pytest.raises(TypeError, match="q_offset has dtype float32; cast it to int32"):
         mla_attention(q, k, v, scale=1.0, q_offset=0.5)
+
+
+def test_mla_attention_names_an_output_type_that_is_none():
+    q, k, v = (jnp.float32(x) for x in SELF)
+    with pytest.raises(TypeError, match="output_dtype='float33' is no dtype"):
+        mla_attention(q, k, v, scale=1.0, output_dtype="float33")
+    with pytest.raises(TypeError, match="output_dtype=int8 is not a float type"):
+        mla_attention(q, k, v, scale=1.0, output_dtype=jnp.int8)
+    with pytest.raises(TypeError, match="mla_attention: q is a list; pass a jax or numpy array"):
+        mla_attention(q.tolist(), k, v, scale=1.0)
+
+
+def _decode(q=None, *, table=((0, 2), (1, 9)), lengths=(5, 4), rows=2, **options):
+    q = jnp.ones((rows, 1, 2, 6)) if q is None else q
+    return mla_decode(
+        q, jnp.ones((3, 4, 6)), jnp.array(table, jnp.int32).reshape(rows, 2),
+        jnp.asarray(lengths, jnp.int32), scale=1.0, value_width=4, **options,
+    )  # fmt: skip
+
+
+def test_mla_decode_refuses_lengths_and_pages_out_of_bounds():
+    _decode()  # the 9 is not in use
+    bad = {
+        r"lengths\[1\] is 9; the table has room for 0 to 8 tokens": {"lengths": (5, 9)},
+        r"lengths\[0\] is -1": {"lengths": (-1, 0)},
+        r"block_table\[1, 1\] is 9 and in use; pages are 0 to 2": {"lengths": (5, 5)},
+    }
+    for message, change in bad.items():
+        with pytest.raises(ValueError, match=message):
+            _decode(**change)
+    with debug_checks(), pytest.raises(jax.errors.JaxRuntimeError, match=r"lengths\[1\] is 9"):
+        jax.block_until_ready(jax.jit(lambda n: _decode(lengths=n))(jnp.array([5, 9])))
+    unchecked = jax.jit(lambda n: _decode(lengths=n, return_log_sum=True))(jnp.array([-3, 9]))
+    np.testing.assert_allclose(unchecked[1][:, 0, 0], [-np.inf, 6 + np.log(8)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_mla_decode_of_no_rows_is_empty_and_gradients_are_refused(implementation):
+    output = _decode(rows=0, table=(), lengths=(), implementation=implementation)
+    assert output.shape == (0, 1, 2, 4)
+    gradient = jax.grad(lambda q: _decode(q, implementation=implementation).sum())
+    for call in (gradient, jax.jit(gradient)):
+        with pytest.raises(NotImplementedError, match="mla_decode has no gradient"):
+            call(jnp.ones((2, 1, 2, 6)))

@@ -208,3 +208,10 @@ def test_largest_weights_saturate_at_finite_numbers(rule, value):
 def test_empty_weights_are_refused(shape):
     with pytest.raises(ValueError, match="not empty"):
         MXFP4.quantize(jnp.zeros(shape))
+
+
+def test_messages_bear_one_name():
+    with pytest.raises(ValueError, match=r"MXFP4: weights \(0, 32, 4\) must be .*, not empty"):
+        MXFP4.quantize(jnp.zeros((0, 32, 4)))
+    with pytest.raises(TypeError, match="MXFP4: dtype=int8 is not a float type"):
+        MXFP4.quantize(jnp.ones((32, 4))).dequantize(jnp.int8)

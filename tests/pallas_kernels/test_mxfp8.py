@@ -64,3 +64,9 @@ def test_mxfp8_refuses_bad_input():
         MXFP8(jnp.zeros((2, 32), jnp.uint8), jnp.zeros((2, 2), jnp.uint8)).check()
     with pytest.raises(TypeError, match="codes has dtype float32; packed bytes are uint8"):
         MXFP8(jnp.zeros((2, 32)), jnp.zeros((2, 1), jnp.uint8)).check()
+
+
+def test_no_rows_are_quantised_to_none():
+    empty = quantize_mxfp8(jnp.zeros((0, 64)))
+    assert (empty.shape, empty.scales.shape) == ((0, 64), (0, 2))
+    assert empty.dequantize(jnp.float32).shape == (0, 64)
