@@ -31,7 +31,7 @@ def unsupported(x: jax.Array | MXFP8, *weights: jax.Array | MXFP4) -> str | None
         if matrices.dtype != x.dtype:
             return f"weights have dtype {matrices.dtype} and x {x.dtype}; they must be equal"
     if 0 in x.shape or 0 in weights[0].shape:
-        return f"x {x.shape} and weights {weights[0].shape} must not be empty"
+        return f"x {x.shape} and weights {weights[0].shape} must not be empty; use 'xla'"
     return None
 
 

@@ -39,7 +39,7 @@ def unsupported(x: jax.Array | MXFP8, *weights: jax.Array | MXFP4) -> str | None
     elif not isinstance(x, MXFP8) and x.dtype != jnp.bfloat16:
         return f"x has dtype {x.dtype}; with MXFP4 weights bfloat16 and MXFP8 are supported"
     if x.shape[0] == 0:
-        return "x has no rows"
+        return "x has no rows (M=0); use 'xla' for empty arrays"
     multiple = 256 if is_packed else 128
     if width % multiple or width > _LARGEST_WIDTH:
         return f"K={width} must be a multiple of {multiple} up to {_LARGEST_WIDTH}"

@@ -9,6 +9,7 @@ from pallas_kernels.checks import (
     require_integer,
     require_rank,
     require_shape,
+    static_float,
 )
 from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
@@ -49,10 +50,11 @@ def mla_attention(
     queries, and keys and values that are padding or lie past the last query, may hold NaN.
 
     Args:
-        q: queries [B, T, H, K], float32 or bfloat16.
+        q: queries [B, T, H, K]; T at least 1, B = 0 with "xla" (and None). The TPU kernels take
+            float32 or bfloat16, those of GPU bfloat16, "xla" and "reference" any float type.
         k: keys [B, S, H, K].
         v: values [B, S, H, V].
-        scale: factor of the scores, usually K^-0.5.
+        scale: static; factor of the scores, usually K^-0.5.
         segment_ids: int [B, T] of the queries; None when every token is real and of one segment.
         kv_segment_ids: int [B, S] of the keys; None takes `segment_ids`, which needs S = T.
         q_offset: position of the first query among the keys, an int or int32 [] or [B].
@@ -68,8 +70,10 @@ def mla_attention(
         -inf where none does.
 
     Raises:
-        ValueError: shapes disagree, one of the ids is missing, or the implementation is unknown.
-        TypeError: q, k, v or the output is not floating point, or ids or offset are not integers.
+        ValueError: shapes disagree, there are no tokens, one of the ids is missing, scale is not
+            finite, or the implementation is unknown.
+        TypeError: q, k, v or the output is not floating point, ids or offset are not integers, or
+            scale is traced.
         NotImplementedError: the named implementation does not run on the device or does not take
             these shapes or dtypes.
     """
@@ -116,7 +120,10 @@ def mla_attention(
     }
     form = _FORMS[choose_implementation(op, implementation, limits)]
     options = AttentionOptions(
-        scale=float(scale), causal=causal, output_dtype=output_dtype, return_max=return_max
+        scale=static_float(op, scale=scale),
+        causal=causal,
+        output_dtype=output_dtype,
+        return_max=return_max,
     )
     output, largest = form(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
     return (output, largest) if return_max else output

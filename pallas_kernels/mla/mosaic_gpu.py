@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import align_varying
+from pallas_kernels.checks import align_varying, empty
 from pallas_kernels.mla.mosaic_gpu_backward import (
     KeyGradientTiles,
     QueryGradientTiles,
@@ -28,6 +28,8 @@ _BLOCK = GROUPS * ROWS
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, output_dtype: jnp.dtype) -> str | None:
     """Say why the kernels do not take these arguments, or None."""
+    if problem := empty(q=q, v=v):
+        return problem
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; all must be bfloat16"
     if output_dtype not in (jnp.float32, jnp.bfloat16):

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import align_varying
+from pallas_kernels.checks import align_varying, empty
 from pallas_kernels.mla.mosaic_tpu_backward import key_gradients, query_gradients
 from pallas_kernels.mla.mosaic_tpu_forward import forward
 from pallas_kernels.mla.mosaic_tpu_plan import LANES, LOG2_E, Plan, heads_per_group
@@ -22,6 +22,8 @@ _WIDEST = 512
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, output_dtype: jnp.dtype) -> str | None:
     """Say why the kernels do not take these arguments, or None."""
+    if problem := empty(q=q, v=v):
+        return problem
     if q.dtype not in (jnp.float32, jnp.bfloat16) or not q.dtype == k.dtype == v.dtype:
         return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; all must be float32 or all bfloat16"
     if output_dtype not in (jnp.float32, jnp.bfloat16):

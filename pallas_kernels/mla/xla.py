@@ -49,6 +49,9 @@ def mla_attention(
     q_offset: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.mla_attention`."""
+    if q.shape[0] == 0:  # no rows to make tiles of
+        output = jnp.zeros((*q.shape[:3], v.shape[-1]), options.output_dtype)
+        return output, jnp.zeros((0, q.shape[2]), jnp.float32)
     q_limits = query_limits(q_offset, *q.shape[:2], k.shape[1], options.causal)
     if segment_ids is None:
         q, k, v, q_limits = align_varying(q, k, v, q_limits)

@@ -36,12 +36,13 @@ def short_conv(
     of their outputs is read. A segment is a run of equal ids among the real tokens.
 
     Args:
-        x: inputs [B, T, H, K], float32 or bfloat16.
+        x: inputs [B, T, H, K]; T at least 1, B = 0 with "xla" (and None). Kernels take float32 or
+            bfloat16, "xla" and "reference" any float type.
         weight: taps [W, H, K], oldest first, W >= 2.
         segment_ids: int [B, T], or None when every token is real and of one segment.
         initial_state: raw inputs before the first real token [B, W-1, H, K], oldest first; None
             is zeros.
-        implementation: None, "reference" or "xla".
+        implementation: None, "reference", "xla", "mosaic_tpu" or "mosaic_gpu".
 
     Returns:
         output [B, T, H, K] in x.dtype (float32 inside, one rounding at the end), and final_state
@@ -50,9 +51,10 @@ def short_conv(
         row without real tokens returns its `initial_state`.
 
     Raises:
-        ValueError: shapes disagree, or the implementation is unknown.
+        ValueError: shapes disagree, there are no tokens, or the implementation is unknown.
         TypeError: x or weight is not floating point, or segment_ids is not integer.
-        NotImplementedError: the implementation is known but not built.
+        NotImplementedError: the named kernel does not take these arguments (K a multiple of 128,
+            float32 or bfloat16, nothing empty) or this device.
     """
     require_rank("short_conv", "B T H K", x=x)
     require_rank("short_conv", "W H K", weight=weight)

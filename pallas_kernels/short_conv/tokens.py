@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.checks import align_varying
+from pallas_kernels.checks import align_varying, empty
 
 # Kinds of tokens.
 ABSENT, CONTINUES, STARTS = 0, 1, 2  # the first segment of a row continues what was before it
@@ -19,6 +19,8 @@ ABSENT, CONTINUES, STARTS = 0, 1, 2  # the first segment of a row continues what
 
 def unsupported(x: jax.Array) -> str | None:
     """Why the kernels do not take these inputs, or None."""
+    if problem := empty(x=x):
+        return problem
     width = x.shape[-1]
     if width % 128:
         return f"K={width} is not a multiple of 128"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KDAConv, KDAGate, kda, kda_decode, short_conv
+from pallas_kernels import KDAConv, KDAGate, interpreted, kda, kda_decode, short_conv
 from tests.pallas_kernels.compare import assert_matches_definition, normal
 from tests.tolerances import assert_close
 
@@ -120,3 +120,13 @@ def test_bad_decode_options_are_named(change, error, message):
     tokens, options = _bad(change)
     with pytest.raises(error, match=message):
         kda_decode(*tokens, **options)
+
+
+def test_no_rows_give_no_output_and_need_no_kernel():
+    tokens = [jnp.zeros((0, *shape)) for shape in ((H, 128),) * 4 + ((H,),)]
+    state = jnp.zeros((0, H, 128, 128))
+    output, after = kda_decode(*tokens, state)
+    assert output.shape == (0, H, 128) and after.shape == state.shape
+    for platform in ("tpu", "gpu"):
+        with interpreted(platform), pytest.raises(NotImplementedError, match="empty; use 'xla'"):
+            kda_decode(*tokens, state, implementation=f"mosaic_{platform}")

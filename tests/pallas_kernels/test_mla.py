@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import debug_checks, mla_attention, mla_decode
+from pallas_kernels import debug_checks, interpreted, mla_attention, mla_decode
 from pallas_kernels.mla import xla
 from tests.pallas_kernels.compare import (
     DATA,
@@ -168,6 +168,26 @@ def test_mla_attention_names_an_output_type_that_is_none():
         mla_attention(q, k, v, scale=1.0, output_dtype=jnp.int8)
     with pytest.raises(TypeError, match="mla_attention: q is a list; pass a jax or numpy array"):
         mla_attention(q.tolist(), k, v, scale=1.0)
+
+
+def test_mla_attention_of_no_rows_is_empty():
+    q, v = jnp.zeros((0, T, H, 128), jnp.bfloat16), jnp.zeros((0, T, H, 128), jnp.bfloat16)
+    output, largest = mla_attention(q, q, v, scale=1.0, return_max=True, implementation="xla")
+    assert output.shape == v.shape and output.dtype == q.dtype and largest.shape == (0, H)
+    for platform in ("tpu", "gpu"):
+        with (
+            interpreted(platform),
+            pytest.raises(NotImplementedError, match=r"q \(0, 13, 3, 128\) is empty; use 'xla'"),
+        ):
+            mla_attention(q, q, v, scale=1.0, implementation=f"mosaic_{platform}")
+
+
+def test_mla_attention_names_a_scale_that_is_not_fixed():
+    q, k, v = (jnp.float32(x) for x in SELF)
+    with pytest.raises(ValueError, match="mla_attention: scale=inf must be finite"):
+        mla_attention(q, k, v, scale=np.inf)
+    with pytest.raises(TypeError, match="mla_attention: scale is traced"):
+        jax.jit(lambda scale: mla_attention(q, k, v, scale=scale))(1.0)
 
 
 def _decode(q=None, *, table=((0, 2), (1, 9)), lengths=(5, 4), rows=2, **options):

@@ -129,6 +129,18 @@ def test_implementation_names_are_used_or_refused():
         short_conv(x, weight, implementation="mosaic_tpu")
 
 
+def test_no_rows_give_no_output_and_need_no_kernel():
+    x, weight = jnp.zeros((0, 3, 1, 128)), jnp.zeros((4, 1, 128))
+    output, state = short_conv(x, weight)
+    assert output.shape == x.shape and state.shape == (0, 3, 1, 128)
+    for platform in ("tpu", "gpu"):
+        with (
+            pallas_kernels.interpreted(platform),
+            pytest.raises(NotImplementedError, match=r"x \(0, 3, 1, 128\) is empty; use 'xla'"),
+        ):
+            short_conv(x, weight, implementation=f"mosaic_{platform}")
+
+
 def test_public_names_are_functions_after_importing_their_folders():
     assert all(callable(getattr(pallas_kernels, name)) for name in pallas_kernels.__all__)
     assert jax.tree.leaves(pallas_kernels.short_conv) == [short_conv]
