@@ -1,5 +1,6 @@
 """Shape and type checks of the public ops, and the alignment of device-varying operands."""
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -91,6 +92,27 @@ def empty(**arrays: jax.Array) -> str | None:
         if 0 in array.shape:
             return f"{name} {tuple(array.shape)} is empty; use 'xla' for empty arrays"
     return None
+
+
+def require_pure(op: str, advice: str, **functions: Callable) -> None:
+    """Raise TypeError unless every argument is a function that closes over no traced value.
+
+    Looks at the variables of the function itself and the arguments that it is bound to.
+    """
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{op}: {name}={function!r} is no function; {advice}")
+        bound = [getattr(function, "args", ()), getattr(function, "keywords", {})]
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        for variable, cell in zip(
+            names, getattr(function, "__closure__", None) or (), strict=False
+        ):
+            with contextlib.suppress(ValueError):  # a variable that is not set yet
+                bound.append({variable: cell.cell_contents})
+        for path, leaf in jax.tree.leaves_with_path(bound):
+            if isinstance(leaf, jax.core.Tracer):
+                variable = getattr(path[1], "key", "an argument")
+                raise TypeError(f"{op}: {name} closes over a traced value ({variable}); {advice}")
 
 
 def _require_array(op: str, name: str, array) -> None:

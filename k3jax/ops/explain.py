@@ -6,11 +6,18 @@ _COLUMNS = ("op", "implementation", "device", "reason")
 
 
 class KernelChoices(tuple[Choice, ...]):
-    """`Choice`s that print as a table."""
+    """`Choice`s that print as a table, or say what there is when there are none."""
 
     def __repr__(self) -> str:
         if not self:
-            return "no kernel was chosen yet: call or trace a function first"
+            made = choices_made()
+            if not made:
+                return "no kernel was chosen yet: call or trace a function first"
+            ops, devices = ({getattr(c, key) for c in made} for key in ("op", "device"))
+            return (
+                f"no such choice was made; so far there are ops {', '.join(sorted(ops))} and "
+                f"devices {', '.join(sorted(devices))}: call or trace a function first"
+            )
         rows = [_COLUMNS, *(tuple(record.values()) for record in self.records())]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         return "\n".join(
@@ -28,7 +35,7 @@ class KernelChoices(tuple[Choice, ...]):
 def explain_kernels(*, op: str | None = None, device: str | None = None) -> KernelChoices:
     """Return which implementation each op has chosen in this process so far, and why.
 
-    Choices are made while a function is traced, whether or not it then runs:
+    Choices are made while a function is traced, and say nothing about whether it then ran:
 
         jax.eval_shape(model, tokens)
         print(k3jax.explain_kernels())

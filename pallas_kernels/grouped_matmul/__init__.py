@@ -7,7 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import require_floating, require_integer, require_rank, require_shape
+from pallas_kernels.checks import (
+    require_floating,
+    require_integer,
+    require_pure,
+    require_rank,
+    require_shape,
+)
 from pallas_kernels.debug import check_values
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, reference, xla
@@ -51,7 +57,8 @@ def grouped_matmul(
     empty. Rows past the last group are not read (they may hold NaN) and get no gradient.
 
     Args:
-        x: rows sorted by group [M, K], float32 or bfloat16; or, for `MXFP4` weights, `MXFP8`,
+        x: rows sorted by group [M, K]; M = 0 with "xla" (and None). Kernels take float32 or
+            bfloat16, "xla" and "reference" any float type; for `MXFP4` weights it may be `MXFP8`,
             which stands for its dequantised numbers and gets no gradient.
         weights: one matrix per group [E, K, N]; an `MXFP4` stack is multiplied as stored and
             gets no gradient.
@@ -91,7 +98,7 @@ def grouped_glu(
     The backward pass computes both products again.
 
     Args:
-        x: rows sorted by group [M, K], float32 or bfloat16; or, for `MXFP4` weights, `MXFP8`.
+        x: as in `grouped_matmul`.
         gate: one matrix per group [E, K, N], or an `MXFP4` stack, which gets no gradient.
         up: the same.
         group_sizes: int [E] with a sum of at most M.
@@ -106,11 +113,14 @@ def grouped_glu(
     Raises:
         ValueError: shapes disagree, or the implementation is unknown.
         TypeError: an array is not floating point, group_sizes is not integer, one of gate and up
-            is packed and the other is not, or x is `MXFP8` and they are not packed.
+            is packed and the other is not, x is `MXFP8` and they are not packed, or activation
+            is no function or closes over a traced value.
         NotImplementedError: the named implementation does not run on the device or does not take
             these shapes or dtypes.
     """
     op = "grouped_glu"
+    advice = "pass a function of (gate, up) of constants only, SituGLU(4.0, 25.0) or SwiGLU()"
+    require_pure(op, advice, activation=activation)
     if isinstance(gate, MXFP4) != isinstance(up, MXFP4):
         raise TypeError(f"{op}: one of gate and up is MXFP4 and the other is not")
     x, (gate, up), group_sizes = _checked(op, x, {"gate": gate, "up": up}, group_sizes)
@@ -151,7 +161,7 @@ def grouped_apply(
     Args:
         function: maps (rows [R, K], parameters of one group) to [R, N] for any R, each row by
             itself. It sees float32 (or wider) arrays and must not close over traced values.
-        x: rows sorted by group [M, K], float32 or bfloat16.
+        x: rows sorted by group [M, K] of any float type; M may be 0.
         parameters: tree of floating point arrays [E, ...].
         group_sizes: int [E] with a sum of at most M.
         implementation: None, "reference" or "xla".
@@ -161,9 +171,12 @@ def grouped_apply(
 
     Raises:
         ValueError: shapes disagree, there are no parameters, or the implementation is unknown.
-        TypeError: x or a parameter is not floating point, or group_sizes is not integer.
+        TypeError: x or a parameter is not floating point, group_sizes is not integer, or function
+            closes over a traced value (of `jit` or `grad`), in any implementation.
         NotImplementedError: the implementation is known but not built.
     """
+    advice = "pass a function of (rows, parameters); arrays [E, ...] belong in parameters"
+    require_pure("grouped_apply", advice, function=function)
     form = _APPLICATIONS[choose_implementation("grouped_apply", implementation)]
     require_rank("grouped_apply", "M K", x=x)
     leaves = jax.tree.leaves(parameters)

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import require_floating
 from pallas_kernels.debug import check_segment_order
 from pallas_kernels.dispatch import choose_implementation
 from pallas_kernels.kda.forms import Operands, limits, run_form
@@ -123,7 +124,19 @@ def compose_transitions(matrices: jax.Array, states: jax.Array) -> tuple[jax.Arr
     Returns:
         ([R, ..., K, K], [R, ..., K, V]). With the state S before all of them, the state after
         stretch r is `matrices[r] S + states[r]`.
+
+    Raises:
+        ValueError: shapes disagree.
+        TypeError: an array is not floating point.
     """
+    op = "compose_transitions"
+    require_floating(op, matrices=matrices, states=states)
+    shape, width = tuple(states.shape), states.shape[-2:-1]
+    if states.ndim < 3 or tuple(matrices.shape) != (*shape[:-1], *width):
+        raise ValueError(
+            f"{op}: matrices {tuple(matrices.shape)} and states {shape} must be [R, ..., K, K] and "
+            "[R, ..., K, V]"
+        )
 
     def compose(earlier, later):
         (matrix, state), (next_matrix, next_state) = earlier, later

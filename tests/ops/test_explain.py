@@ -28,3 +28,4 @@ def test_choices_print_as_a_table_and_turn_into_json():
                for row in rows)  # fmt: skip
     assert chosen.records()[0]["op"] == "cross_entropy"
     assert "trace a function first" in repr(k3jax.explain_kernels(op="nothing"))
+    assert "cross_entropy" in repr(k3jax.explain_kernels(op="cros"))

@@ -179,3 +179,19 @@ def test_traced_group_sizes_are_checked_in_debug_mode():
         with pytest.raises(Exception, match=r"group_sizes \[4, 3\] sum to 7; .* the 6 rows of x"):
             jax.block_until_ready(run(jnp.array([4, 3])))
             jax.effects_barrier()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_functions_of_traced_values_are_refused(implementation):
+    x, weights, sizes = jnp.ones((5, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3])
+
+    def scaled(factor):
+        function = lambda rows, matrix: factor * (rows @ matrix)  # noqa: E731
+        return grouped_apply(function, x, weights, sizes, implementation=implementation).sum()
+
+    assert scaled(2.0) == 2 * 4 * 5 * 3
+    for call in (jax.grad(scaled), jax.jit(scaled)):
+        with pytest.raises(TypeError, match="closes over a traced value .*factor.*; pass a funct"):
+            call(2.0)
+    with pytest.raises(TypeError, match=r"activation='silu' is no function; .*SwiGLU\(\)"):
+        grouped_glu(x, weights, weights, sizes, activation="silu")

@@ -142,3 +142,8 @@ def test_plan_cuts_only_where_cores_would_be_idle():
     assert plan_context(65536, 1, 1, Device("tpu", "TPU v5p")) == 1
     assert plan_context(65536, 1, 1) == 1
     assert plan_context(0, 1, 0, h200) == 1
+
+
+def test_transitions_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"matrices \(2, 1, 3, 4\) and states \(2, 1, 3, 5\) must"):
+        compose_transitions(jnp.ones((2, 1, 3, 4)), jnp.ones((2, 1, 3, 5)))
