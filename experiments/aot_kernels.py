@@ -177,6 +177,13 @@ def main(config: AotConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from experiments.kernel_cases import check_chip, choose_cases
+
+    check_chip(config.chip)
+    kernel = "mosaic_gpu" if config.chip == "h200" else "mosaic_tpu"
+    cases = choose_cases(op=config.op, name=config.name, size=config.size)
+    if not any(kernel in case.implementations for case in cases):
+        raise SystemExit(f"none of these calls runs with {kernel}, the kernels of {config.chip}")
     records = compile_cases(
         config.chip, op=config.op, name=config.name, size=config.size, schedule=config.schedule
     )

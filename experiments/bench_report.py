@@ -1,6 +1,7 @@
 """What `bench_kernels` measured, as tables on the terminal and as a page with pictures."""
 
 import base64
+import collections
 import html
 import pathlib
 
@@ -26,8 +27,6 @@ def print_result(result: dict, console: Console) -> None:
             "-" if difference is None else f"{difference:.1e}",
         )
     console.print(table)
-    for name, reason in result["left_out"].items():
-        console.print(f"  not run: {name}: {reason}", highlight=False)
     if not result["agree"]:
         console.print(f"  [bold red]results differ from {result['yardstick']!r}[/]")
 
@@ -38,13 +37,28 @@ def print_end(outcome: dict, console: Console) -> None:
     console.print(
         f"{outcome['device']}: matrix product {ceilings['bfloat16'] / 1e12:.2f} TFLOP/s bfloat16, "
         f"{ceilings['float32'] / 1e12:.2f} float32; copy {ceilings['bytes_per_second'] / 1e9:.0f} "
-        "GB/s"
+        "GB/s; calls that fit in a cache (small shapes) may exceed their roofline"
     )
+    for line in _left_out(outcome["results"]):
+        console.print(f"not run: {line}", highlight=False)
     if outcome["skipped"]:
         console.print(f"no time left for: {', '.join(outcome['skipped'])}")
     wrong = [f"{r['op']} {r['name']}" for r in outcome["results"] if not r["agree"]]
     if wrong:
         console.print(f"[bold red]results that disagree: {', '.join(wrong)}[/]")
+
+
+def _left_out(results: list[dict]) -> list[str]:
+    """A short line per implementation that did not run and reason, with the number of calls."""
+    counts = collections.Counter(
+        (name, reason.split(": ", 2)[-1].split(";")[0])
+        for result in results
+        for name, reason in result["left_out"].items()
+    )
+    return [
+        f"{name} in {count} of {len(results)} calls: {reason[:100]}"
+        for (name, reason), count in counts.items()
+    ]
 
 
 def write_report(outcome: dict, folder: pathlib.Path) -> None:

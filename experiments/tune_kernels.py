@@ -23,7 +23,7 @@ from rich.table import Table
 
 from experiments.aot_kernels import compile_cases
 from experiments.bench_kernels import AGREEMENT, difference_of, precision_of
-from experiments.kernel_cases import KernelCase, find_cases
+from experiments.kernel_cases import KernelCase, check_chip, choose_cases, find_cases
 from experiments.timing import time_interleaved
 from pallas_kernels.device import current_device
 from pallas_kernels.tiles import TABLES, read_table, with_tiles
@@ -146,6 +146,9 @@ def _choose(cost: dict[str, dict], unit: str, console: Console) -> dict[str, dic
 def main(config: TuneConfig) -> None:
     """Tune, print, and write the table unless told not to."""
     console = Console()
+    choose_cases(op=config.op, size=config.size)
+    if config.chip is not None:
+        check_chip(config.chip)
     device = config.chip or current_device().name
     if config.chip is None and current_device().platform == "cpu":
         raise SystemExit(

@@ -4,8 +4,9 @@ import importlib
 import pkgutil
 
 from experiments.kernel_cases.case import KernelCase
+from meshes.topology import SMALLEST
 
-__all__ = ["KernelCase", "all_cases", "find_cases"]
+__all__ = ["KernelCase", "all_cases", "check_chip", "choose_cases", "find_cases"]
 
 # Modules of this folder that hold a list CASES; the name of each is that of its op.
 _OPS = tuple(
@@ -36,3 +37,24 @@ def find_cases(*, op: str | None = None, size: str | None = None) -> list[Kernel
             f"{', '.join(sorted(sizes))}"
         )
     return found
+
+
+def choose_cases(
+    *, op: str | None = None, name: str | None = None, size: str | None = None
+) -> list[KernelCase]:
+    """Return the cases that options of a command line name; end the program when there is none."""
+    try:
+        found = find_cases(op=op, size=size)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    chosen = [case for case in found if (name or "") in case.name]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(case.name for case in found))
+        raise SystemExit(f"--name {name!r} is in the name of no call; there are: {names}")
+    return chosen
+
+
+def check_chip(chip: str) -> None:
+    """End the program when kernels cannot be compiled for a chip of this name."""
+    if chip not in SMALLEST:
+        raise SystemExit(f"--chip {chip!r} is unknown; use one of {', '.join(SMALLEST)}")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments.kernel_cases.case import KernelCase
 from pallas_kernels import mla_decode
-from pallas_kernels.mla.decode_tpu import DecodeTiles
+from pallas_kernels.mla import decode_gpu, decode_tpu
 
 _VALUES, _EXTRA = 512, 64
 
@@ -56,7 +56,13 @@ def _case(name, size, rows, queries, heads, tokens, page_size, dtype="bfloat16",
         implementations=("xla", "mosaic_tpu", *(["mosaic_gpu"] if dtype == "bfloat16" else [])),
         flops=2.0 * pairs * (width + _VALUES),
         bytes=float(moved * itemsize),
-        candidates={"mla_decode_tpu": tuple(DecodeTiles(tokens=n) for n in (256, 512, 1024, 2048))},
+        candidates={
+            "mla_decode_tpu": tuple(
+                decode_tpu.DecodeTiles(tokens=n) for n in (256, 512, 1024, 2048)
+            ),
+            # Shared memory holds the queries and two tiles, no more.
+            "mla_decode_gpu": tuple(decode_gpu.DecodeTiles(programs=n) for n in (66, 132, 264)),
+        },
     )
 
 

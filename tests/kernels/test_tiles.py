@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from experiments.kernel_cases import all_cases
+from experiments.kernel_cases import all_cases, check_chip, choose_cases
 from pallas_kernels import tiles
 from pallas_kernels.tiles import choose_tiles, with_tiles
 
@@ -47,3 +47,13 @@ def test_every_key_names_its_platform_and_every_table_a_kernel():
     for table in tiles.TABLES.glob("*.json"):
         for kernel in json.loads(table.read_text()):
             assert kernel.endswith(("_tpu", "_gpu", "_xla")) and kernel in used, (table, kernel)
+
+
+def test_options_that_name_nothing_end_programs_with_what_exists():
+    assert {case.op for case in choose_cases(op="mla_decode", name="bf16")} == {"mla_decode"}
+    with pytest.raises(SystemExit, match=r"no case has op='bogus' .*ops: .*mla_decode"):
+        choose_cases(op="bogus")
+    with pytest.raises(SystemExit, match=r"--name 'nothing' is in the name of no call; .*bf16"):
+        choose_cases(op="mla_decode", name="nothing")
+    with pytest.raises(SystemExit, match=r"--chip 'v99' is unknown; use one of v5e, .*h200"):
+        check_chip("v99")
