@@ -62,7 +62,8 @@ def attention_residual_block(
     """Return the part of the bank in the mixtures of several queries, reading the bank once.
 
     Args:
-        bank: blocks [N, B, T, D], of which the first `count` exist.
+        bank: blocks [N, B, T, D], of which the first `count` exist; B and T may be 0 with "xla"
+            (and None). Kernels take float32 or bfloat16, "xla" and "reference" any float type.
         queries: norm weight times projection weight [Q, D] of the layers that share the bank.
         count: number of entries that exist, an int or int32 []; others are not read. A
             traced count out of range gives NaN, and is reported in `debug_checks`.
@@ -107,7 +108,7 @@ def attention_residual_merge(
 
     Args:
         partial: of `attention_residual_block`.
-        current: running sum of the present block [B, T, D].
+        current: running sum of the present block [B, T, D]; types as for the bank.
         query: the layer's own [D].
         index: which of the queries of `partial` it is, an int or int32 []. A traced
             index out of range gives NaN, and is reported in `debug_checks`.

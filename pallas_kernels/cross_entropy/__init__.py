@@ -51,7 +51,7 @@ def cross_entropy(
 
     Args:
         x: hidden states [M, D]; M = 0 with "xla" (and None). Kernels take float32 or bfloat16,
-            "xla" and "reference" any float type.
+            "xla" and "reference" any float type; the former computes in float32 at most.
         weight: output head [D, W], x's dtype; inside `jax.shard_map` this device's columns.
         targets: ids [M], of the whole vocabulary. Negative ids are ignored: their loss and
             gradient are 0, and their x may hold NaN.
