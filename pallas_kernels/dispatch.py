@@ -51,7 +51,7 @@ class Choice:
     reason: str
 
 
-_made: dict[Choice, None] = {}  # in order of appearance
+_made: dict[Choice, None] = {}  # in order of their last appearance
 
 
 def choices_made() -> tuple[Choice, ...]:
@@ -82,7 +82,7 @@ def choose_implementation(
     if implementation is None:
         device = current_device()
         name, reason = _default(built, limits, device)
-        _made[Choice(op, name, device.name, reason)] = None
+        _record(Choice(op, name, device.name, reason))
         return name
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -100,8 +100,13 @@ def choose_implementation(
             problem = limits[implementation]()
         if problem is not None:
             raise NotImplementedError(f"{op}: implementation={implementation!r}: {problem}")
-        _made[Choice(op, implementation, current_device().name, "asked for")] = None
+        _record(Choice(op, implementation, current_device().name, "asked for"))
     return implementation
+
+
+def _record(choice: Choice) -> None:
+    _made.pop(choice, None)
+    _made[choice] = None
 
 
 def _default(built, limits, device: Device) -> tuple[str, str]:

@@ -75,15 +75,12 @@ def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat):
     mask = target_mask(tokens, segment_ids, ignored)
     if targets is not None:
         mask &= targets[:, 1:].astype(jnp.bool_)
-    with jax.named_scope("cross_entropy"):
-        # An id that does not exist must not pass for one that is no target.
-        next_tokens = jnp.where(tokens[:, 1:] < 0, model.cfg.vocab_size, tokens[:, 1:])
-        next_tokens = jnp.pad(
-            jnp.where(mask, next_tokens, -1), ((0, 0), (0, 1)), constant_values=-1
-        )
-        losses = model.losses(found.hidden, next_tokens, found.poison)[:, :-1]
-        num_targets = mask.sum(dtype=jnp.int32)
-        loss = losses.sum() / jnp.maximum(num_targets, 1)
+    # An id that does not exist must not pass for one that is no target.
+    next_tokens = jnp.where(tokens[:, 1:] < 0, model.cfg.vocab_size, tokens[:, 1:])
+    next_tokens = jnp.pad(jnp.where(mask, next_tokens, -1), ((0, 0), (0, 1)), constant_values=-1)
+    losses = model.losses(found.hidden, next_tokens, found.poison)[:, :-1]
+    num_targets = mask.sum(dtype=jnp.int32)
+    loss = losses.sum() / jnp.maximum(num_targets, 1)
     metrics = {
         "loss": loss,
         "num_targets": num_targets,

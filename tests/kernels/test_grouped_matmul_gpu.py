@@ -66,6 +66,7 @@ def test_float32_matches_definition():
     compare(gated, normal(0, 80, 70), sizes, several(2, sizes, 70, 40, "float32"), "float32")
 
 
+@pytest.mark.slow
 def test_packed_product_matches_definition():
     sizes = (0, 9, 3)
     x, (weights,) = jnp.bfloat16(normal(0, 15, 96)), packed(1, sizes, 96, 40)

@@ -14,7 +14,7 @@ IMPLEMENTATION = "mosaic_tpu"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_tokens"), [("bfloat16", 2), pytest.param("float32", 1, marks=pytest.mark.slow)]
+    ("dtype", "num_tokens"), [pytest.param("bfloat16", 2, marks=pytest.mark.slow), ("float32", 1)]
 )
 def test_fused_decoding_is_right(dtype, num_tokens):
     with interpreted("tpu_poisoned"):

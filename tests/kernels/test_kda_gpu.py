@@ -70,6 +70,7 @@ def test_lengths_that_are_no_multiple_of_a_chunk_are_right():
     assert_right(*make_arrays(66, dims=(64, 128)))
 
 
+@pytest.mark.slow
 def test_packed_rows_with_absent_tokens_are_right():
     ids = [0] * 3 + [1] * 20 + [0] * 2 + [1] * 10 + [2] * 20 + [3] * 15
     (q, *arrays), cotangents = make_arrays(70)

@@ -37,9 +37,24 @@ def value_and_gradients(model, tokens, **options):
     return value, statistics, gradients
 
 
+def assert_same_statistics(found, expected):
+    """Equal counts; in histograms a score on the border of two bins may fall to either side.
+
+    Two programs round a score differently in its last bit. Then the number of scores below one
+    border differs by one; all other borders, and the total, agree.
+    """
+    found, expected = np.asarray(found), np.asarray(expected)
+    if expected.ndim and expected.shape[-1] > 100:
+        below, wanted = np.cumsum(found, -1), np.cumsum(expected, -1)
+        np.testing.assert_array_equal(below[..., -1], wanted[..., -1])
+        assert np.abs(below - wanted).max() <= 1 and np.count_nonzero(below != wanted) <= 2
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
 def assert_same(found, expected):
     assert_close(found[0], expected[0], name="value")
-    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    jax.tree.map(assert_same_statistics, found[1], expected[1])
     paths = jax.tree_util.tree_leaves_with_path(expected[2])
     for (path, wanted), got in zip(paths, jax.tree.leaves(found[2]), strict=True):
         assert_close(got, wanted, gradient=True, name=jax.tree_util.keystr(path))

@@ -132,6 +132,7 @@ def test_packed_product_per_device_equals_one_device():
     assert_same_per_device(op, (normal(0, 40, 32), sizes), [DATA, DATA], [DATA], one_device=whole)
 
 
+@pytest.mark.slow
 def test_quantised_rows_stand_for_their_numbers():
     gate, up, sizes = packed_weights(3, 64, 40), packed_weights(3, 64, 40, 2), jnp.array([5, 0, 9])
     rows = quantize_mxfp8(jnp.asarray(normal(0, 16, 64), jnp.bfloat16))
