@@ -191,6 +191,7 @@ def grouped_apply(
             "all need one entry per group"
         )
     _check_groups("grouped_apply", x, leaves[0].shape[0], group_sizes)
+    x, parameters = jax.tree.map(jnp.asarray, (x, parameters))
     return form(function, x, parameters, jnp.asarray(group_sizes, jnp.int32))
 
 

@@ -47,7 +47,9 @@ def kda(
     tokens (B = 0 or T = 0) the output is empty and the states are the initial ones.
 
     Args:
-        q: [B, T, H, K], used as given unless `normalize_qk`. Floating, as all arrays but the ids.
+        q: [B, T, H, K], used as given unless `normalize_qk`. All arrays but the ids may be of any
+            float type with "xla" and "reference"; TPU kernels take float32 and bfloat16, those of
+            GPU bfloat16 for q, k and v.
         k: [B, T, H, K], likewise.
         v: [B, T, H, V].
         log_decay: [B, T, H, K], <= 0; may be as low as -inf. With `gate` raw logits.
@@ -91,12 +93,16 @@ def kda(
             decrease, a decay of NaN.
         TypeError: an array has the wrong kind of dtype, or a static argument is traced or no
             number of its kind.
-        NotImplementedError: the implementation is not built or does not take these arguments.
+        NotImplementedError: the named kernel does not take these arguments or this device.
     """
     check_inputs(
         q, k, v, log_decay, beta, initial_state, segment_ids, num_segments, log_decay_min, gate
     )
     scale = q.shape[-1] ** -0.5 if scale is None else static_float("kda", scale=scale)
+    if gate is None:
+        check_decay("kda", log_decay, segment_ids, log_decay_min)
+    # In the types that jax has: numpy arrays may be float64 where it has none.
+    q, k, v, log_decay, beta = map(jnp.asarray, (q, k, v, log_decay, beta))
     operands = Operands(
         q=q, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
         normalize_qk=normalize_qk,
@@ -107,8 +113,6 @@ def kda(
     chosen = choose_implementation("kda", implementation, limits(operands))
     check_positions(state_positions, *q.shape[:2], segment_ids, num_segments)
     check_num_segments(segment_ids, num_segments)
-    if gate is None:
-        check_decay("kda", log_decay, segment_ids, log_decay_min)
     check_segment_order("kda", segment_ids)
 
     num_rows, _, num_heads, key_dim = q.shape

@@ -70,7 +70,8 @@ def kda_decode(
 
     Args:
         q: [B, T, H, K] with T from 1 to 8, or [B, H, K] for one token; the others then lack the
-            token dimension, too.
+            token dimension, too. Kernels take float32 and bfloat16, "xla" and "reference" any
+            float type.
         k: [B, T, H, K].
         v: [B, T, H, V].
         log_decay: [B, T, H, K], raw logits with `gate`.
@@ -99,6 +100,7 @@ def kda_decode(
         NotImplementedError: the named kernel does not take these arguments (among them B = 0,
             which "xla" takes) or this device.
     """
+    require_floating("kda_decode", q=q)
     has_token_axis = q.ndim == 4
     if not has_token_axis:
         if q.ndim != 3:
@@ -113,10 +115,11 @@ def kda_decode(
             f"kda_decode: q has {q.shape[1]} tokens; it takes one to {_MAX_TOKENS}, "
             "use kda for more"
         )
-    if conv is not None:
-        conv = _check_conv(conv, q, k, v)
     if gate is None:
         check_decay("kda_decode", log_decay, None, None)
+    q, k, v, log_decay, beta, state = map(jnp.asarray, (q, k, v, log_decay, beta, state))
+    if conv is not None:
+        conv = _check_conv(conv, q, k, v)
     tokens, options = (q, k, v, log_decay, beta), {
         "gate": gate, "conv": conv, "beta_logits": beta_logits, "normalize_qk": normalize_qk,
         "scale": q.shape[-1] ** -0.5 if scale is None else static_float("kda_decode", scale=scale),

@@ -68,6 +68,7 @@ def kda_transition(
     if gate is None:
         check_decay("kda_transition", log_decay, segment_ids, log_decay_min)
     check_segment_order("kda_transition", segment_ids)
+    k, v, log_decay, beta = map(jnp.asarray, (k, v, log_decay, beta))
     operands = Operands(
         q=k, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
         normalize_qk=normalize_k, log_decay_min=log_decay_min,

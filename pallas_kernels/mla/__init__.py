@@ -111,6 +111,7 @@ def mla_attention(
             raise ValueError(
                 f"{op}: q_offset has shape {q_offset.shape}; expected () or ({batch},)"
             )
+    q, k, v = map(jnp.asarray, (q, k, v))
     output_dtype = q.dtype if output_dtype is None else output_dtype
     require_float_type(op, output_dtype=output_dtype)
     output_dtype = jnp.dtype(output_dtype)

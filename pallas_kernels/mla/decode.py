@@ -51,7 +51,8 @@ def mla_decode(
     from 0 to max_pages * page_size and the nearest page from 0 to P - 1 stand for those outside.
 
     Args:
-        q_latent: queries [B, T, H, C + R], float32 or bfloat16; T is one or a few tokens.
+        q_latent: queries [B, T, H, C + R]; T is one or a few tokens. TPU kernels take float32 or
+            bfloat16, those of GPU bfloat16, "xla" and "reference" any float type.
         pages: latents [P, page_size, C + R] after their norm, with the R extra channels behind.
             Finite channels past those, zeros for one, are ignored: on TPU store whole vectors of
             128 (640 channels for 512 + 64, which is what 576 take up there anyway). Narrower
@@ -97,10 +98,11 @@ def mla_decode(
             f"{op}: q_latent {q_latent.shape}, pages {pages.shape} and block_table "
             f"{block_table.shape} need at least one token and one page"
         )
+    _check_pages(op, pages, block_table, lengths)
+    q_latent, pages = jnp.asarray(q_latent), jnp.asarray(pages)
     output_dtype = q_latent.dtype if output_dtype is None else output_dtype
     require_float_type(op, output_dtype=output_dtype)
     output_dtype = jnp.dtype(output_dtype)
-    _check_pages(op, pages, block_table, lengths)
     block_table = jnp.asarray(block_table, jnp.int32)
     lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, block_table.shape[1] * pages.shape[1])
     limits = {

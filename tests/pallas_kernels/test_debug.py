@@ -1,11 +1,13 @@
 """Checks of values: free ones always, the others in debug mode."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import debug_checks, kda
+from pallas_kernels import debug_checks, kda, kda_decode, mla_attention, mla_decode
 from pallas_kernels.debug import is_debugging
 from tests.pallas_kernels.compare import normal
 
@@ -78,3 +80,17 @@ def test_switch_and_variable_turn_checks_on_and_off(monkeypatch):
             assert not is_debugging()
     monkeypatch.setenv("K3JAX_DEBUG", "1")
     assert is_debugging()
+
+
+def test_numpy_arrays_of_float64_are_taken_quietly():
+    q, k, v = (normal(n, B, T, H, K) for n in range(3))
+    tokens = (q, k, v, -np.ones((B, T, H, K)), np.ones((B, T, H)))
+    table, lengths = np.array([[0], [1]]), np.array([3, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = [
+            *kda(*tokens), *kda_decode(*tokens, normal(3, B, H, K, K)),
+            mla_attention(q, k, v, scale=1.0),
+            mla_decode(q, normal(4, 3, 5, K), table, lengths, scale=1.0, value_width=2),
+        ]  # fmt: skip
+    assert {result.dtype.name for result in results} == {"float32"}

@@ -191,7 +191,7 @@ def test_functions_of_traced_values_are_refused(implementation):
 
     assert scaled(2.0) == 2 * 4 * 5 * 3
     for call in (jax.grad(scaled), jax.jit(scaled)):
-        with pytest.raises(TypeError, match="closes over a traced value .*factor.*; pass a funct"):
+        with pytest.raises(TypeError, match=r"closes over a traced value .*factor.*; pass a funct"):
             call(2.0)
     with pytest.raises(TypeError, match=r"activation='silu' is no function; .*SwiGLU\(\)"):
         grouped_glu(x, weights, weights, sizes, activation="silu")
