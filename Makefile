@@ -33,7 +33,7 @@ test: $(DEV) ## run the test suite on two processes
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: $(DEV) ## run the tests that take minutes
-	$(VENV)/bin/python -m pytest -m "slow and not aot and not gpu and not tpu" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "slow and not aot and not gpu and not tpu" $(ARGS)
 
 aot: $(AOT) ## compile the kernels for TPUs and GPUs that are not here, and check what it says
 	$(AOT_VENV)/bin/python -m pytest -m aot $(ARGS)
