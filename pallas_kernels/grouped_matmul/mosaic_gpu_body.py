@@ -191,10 +191,14 @@ class RowBody:
                     there = output.at[pl.ds(start + row, size), columns]
                     plgpu.copy_smem_to_gmem(parted.at[number, pl.ds(row, size)], there)
 
-            # Row by row up to the next multiple of 8, then 8 rows at a time, then what is left.
+            # 8 rows at a time from the first multiple of 8 on, and row by row what lies before and
+            # behind: one loop for both, whose addresses take half the registers of two.
             begin = jnp.minimum(lax.div(first + (ALIGNED - 1), jnp.int32(ALIGNED)) * ALIGNED, last)
             num_blocks = lax.div(last - begin, jnp.int32(ALIGNED))
-            end = begin + num_blocks * ALIGNED
-            loop(begin, lambda row: copy(row, 1), first)
+            skipped = num_blocks * ALIGNED
             loop(num_blocks, lambda i: copy(begin + i * ALIGNED, ALIGNED))
-            loop(last, lambda row: copy(row, 1), end)
+            loop(
+                last - skipped,
+                lambda row: copy(jnp.where(row < begin, row, row + skipped), 1),
+                first,
+            )

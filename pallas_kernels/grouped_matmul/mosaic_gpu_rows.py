@@ -38,8 +38,8 @@ class RowTiles:
         rows: of a tile, 128 or 64.
         columns: of the accumulators of a tile together, at most 256.
         stages: most buffers of the ring.
-        chunk: columns that are stored at once; half as many where the epilogue takes extra rows,
-            since the gradients of an activation need the registers.
+        chunk: columns that are stored at once; half as many where there are extra rows or several
+            matrices, since activations, their gradients and the addresses need the registers.
         blocks: of the grid, one per multiprocessor.
     """
 
@@ -174,7 +174,8 @@ class RowCall:
 
     @property
     def chunk(self) -> int:
-        return min(self.tiles.chunk, self.part[1]) // (2 if self.num_extras else 1)
+        needs_room = self.num_extras or self.num_matrices > 1
+        return min(self.tiles.chunk, self.part[1]) // (2 if needs_room else 1)
 
     @property
     def flops(self) -> int:

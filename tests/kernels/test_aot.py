@@ -30,14 +30,16 @@ def test_every_case_compiles_within_fast_memory(compiled, chip):
 
 
 def test_no_kernel_of_the_h200_spills_registers(compiled):
-    spills = {}
+    """A kernel that an earlier case compiled already is not compiled again, nor reported."""
+    spills, seen = {}, set()
     for record in compiled("h200"):
-        assert record["kernels"], f"{record['case']}: ptxas said nothing"
-        for name, kernel in record["kernels"].items():
+        for name, kernel in record.get("kernels", {}).items():
+            seen.add(name)
             print(f"{record['case']}: {name}: {kernel['registers']} registers")
             if kernel["spilled_bytes"]:
                 spills[record["case"], name] = kernel["spilled_bytes"]
     assert spills == {}
+    assert len(seen) >= 20, f"ptxas reported {sorted(seen)} only"
 
 
 @pytest.mark.parametrize("chip", ["v6e", "h200"])
