@@ -99,9 +99,9 @@ def kda(
         q, k, v, log_decay, beta, initial_state, segment_ids, num_segments, log_decay_min, gate
     )
     scale = q.shape[-1] ** -0.5 if scale is None else static_float("kda", scale=scale)
-    if gate is None:
-        check_decay("kda", log_decay, segment_ids, log_decay_min)
-    # In the types that jax has: numpy arrays may be float64 where it has none.
+    # In the types that jax has: numpy arrays may be float64 where it has none. Values are checked as
+    # they were given: under `jit` numpy arrays still show theirs.
+    given = log_decay
     q, k, v, log_decay, beta = map(jnp.asarray, (q, k, v, log_decay, beta))
     operands = Operands(
         q=q, k=k, v=v, log_decay=log_decay, beta=beta, gate=gate, beta_logits=beta_logits,
@@ -114,6 +114,8 @@ def kda(
     check_positions(state_positions, *q.shape[:2], segment_ids, num_segments)
     check_num_segments(segment_ids, num_segments)
     check_segment_order("kda", segment_ids)
+    if gate is None:
+        check_decay("kda", given, segment_ids, log_decay_min)
 
     num_rows, _, num_heads, key_dim = q.shape
     if initial_state is None:
