@@ -99,8 +99,8 @@ def kda(
         q, k, v, log_decay, beta, initial_state, segment_ids, num_segments, log_decay_min, gate
     )
     scale = q.shape[-1] ** -0.5 if scale is None else static_float("kda", scale=scale)
-    # In the types that jax has: numpy arrays may be float64 where it has none. Values are checked as
-    # they were given: under `jit` numpy arrays still show theirs.
+    # In the types that jax has: numpy arrays may be float64 where it has none. Values are checked
+    # as given: under `jit` numpy arrays still show theirs.
     given = log_decay
     q, k, v, log_decay, beta = map(jnp.asarray, (q, k, v, log_decay, beta))
     operands = Operands(

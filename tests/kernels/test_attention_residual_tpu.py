@@ -7,12 +7,12 @@ import pytest
 from pallas_kernels import attention_residual, choices_made, interpreted
 from pallas_kernels.attention_residual.mosaic_tpu import Tiles
 from pallas_kernels.tiles import with_tiles
+from pallas_kernels.traffic import count_traffic
 from tests.kernels.attention_residual_cases import (
     assert_as_definition,
     assert_as_definition_in_a_chain,
     make_operands,
 )
-from tests.kernels.traffic import count_traffic
 
 SMALL = Tiles(forward_tokens=32, backward_tokens=16)
 

@@ -9,10 +9,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import attention_residual_block, attention_residual_merge, interpreted
+from pallas_kernels.traffic import count_traffic
 from tests.kernels.attention_residual_cases import make_operands
 from tests.kernels.compare import values_and_gradients
 from tests.kernels.errors import assert_within
-from tests.kernels.traffic import count_traffic
 
 NUM_QUERIES = 3
 

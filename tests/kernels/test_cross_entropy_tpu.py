@@ -9,8 +9,8 @@ import pytest
 from pallas_kernels import cross_entropy, interpreted
 from pallas_kernels.cross_entropy.mosaic_tpu import CrossEntropyTiles
 from pallas_kernels.tiles import with_tiles
+from pallas_kernels.traffic import count_traffic
 from tests.kernels.cross_entropy_cases import assert_as_definition, make_operands, run
-from tests.kernels.traffic import count_traffic
 
 IMPLEMENTATION = "mosaic_tpu"
 # Several tiles in each dimension at small sizes, and several chunks of the vocabulary.

@@ -9,8 +9,8 @@ from pallas_kernels import interpreted, mla_attention, mla_decode
 from pallas_kernels.mla.decode_tpu import DecodeTiles
 from pallas_kernels.mla.mosaic_tpu_plan import AttentionTiles
 from pallas_kernels.tiles import with_tiles
+from pallas_kernels.traffic import count_traffic
 from tests.kernels.mla_cases import assert_attention, assert_decode
-from tests.kernels.traffic import count_traffic
 
 # Several tiles and, of float32, a span for each tile.
 SMALL = AttentionTiles(queries=128, keys=128, span=256)

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels import choices_made, interpreted, short_conv
 from pallas_kernels.short_conv.mosaic_tpu import Tiles
 from pallas_kernels.tiles import with_tiles
+from pallas_kernels.traffic import count_traffic
 from tests.kernels.short_conv_cases import (
     TAPS,
     assert_as_definition,
@@ -14,7 +15,6 @@ from tests.kernels.short_conv_cases import (
     make_operands,
     packed_ids,
 )
-from tests.kernels.traffic import count_traffic
 
 SMALL = Tiles(forward_tokens=128, forward_heads=8, backward_tokens=128, backward_heads=8)
 
