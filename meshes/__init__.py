@@ -2,8 +2,18 @@
 
 from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR
 from meshes.build import MeshShape, abstract_mesh, build_mesh
-from meshes.rules import AxisRules
-from meshes.shard import has_mesh, per_device, reshard, spec_of, spec_or_none
+from meshes.rules import STORAGE, AxisRules
+from meshes.shard import (
+    GATHERED,
+    axes_of,
+    axis_size,
+    gather,
+    has_mesh,
+    per_device,
+    reshard,
+    spec_of,
+    spec_or_none,
+)
 from meshes.topology import ahead_of_time_environment, described_devices
 
 __all__ = [
@@ -12,14 +22,19 @@ __all__ = [
     "DATA",
     "EXPERT",
     "FSDP",
+    "GATHERED",
     "STAGE",
+    "STORAGE",
     "TENSOR",
     "AxisRules",
     "MeshShape",
     "abstract_mesh",
     "ahead_of_time_environment",
+    "axes_of",
+    "axis_size",
     "build_mesh",
     "described_devices",
+    "gather",
     "has_mesh",
     "per_device",
     "reshard",

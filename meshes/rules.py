@@ -1,34 +1,48 @@
 """Logical dimension names -> mesh axes. Consulted only when weights and inputs are created."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from meshes.axes import DATA, FSDP
+from meshes.axes import CONTEXT, DATA, EXPERT, FSDP, TENSOR
 
-# Each logical dimension a weight or an input may have. Parameters are replicated: every device
-# computes with whole weights on its own rows of the batch.
-DATA_PARALLEL: dict[str, tuple[str, ...]] = {
-    "batch": (DATA, FSDP),
-    "tokens": (),
+# Axes over which a weight is only *stored* in pieces: whoever uses it gathers them first. The
+# devices along them hold different tokens.
+STORAGE = (FSDP, EXPERT, CONTEXT)
+
+# Each logical dimension that a weight or an input may have.
+DEFAULT: dict[str, tuple[str, ...]] = {
+    "batch": (DATA, FSDP, EXPERT),
+    "tokens": (CONTEXT,),
     "layers": (),
-    "vocab": (),
-    "embed": (),
-    "heads": (),
+    # computed in pieces
+    "heads": (TENSOR,),
+    "ffn": (TENSOR,),
+    "vocab": (TENSOR,),
+    "experts": (EXPERT,),
+    # stored in pieces: one of them in each large weight
+    "embed": STORAGE,
+    "rank": STORAGE,
+    "expert_latent": (FSDP, CONTEXT),
+    # whole
     "head_dim": (),
     "latent": (),
-    "ffn": (),
-    "experts": (),
     "conv": (),
+    "vision_heads": (),
+    "vision_ffn": (),
 }
+
+# Dimensions that are cut over as many of their axes as divide them: only memory depends on it.
+STORED = ("embed", "rank", "expert_latent")
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
     """Where each logical dimension goes."""
 
-    table: tuple[tuple[str, tuple[str, ...]], ...] = tuple(DATA_PARALLEL.items())
+    table: tuple[tuple[str, tuple[str, ...]], ...] = tuple(DEFAULT.items())
 
     def spec(self, names: Sequence[str | None]) -> PartitionSpec:
         """PartitionSpec of an array with these logical dimensions (None: not sharded).
@@ -50,5 +64,44 @@ class AxisRules:
                         f"in {names}"
                     )
                 used[axis] = str(name)
+            entries.append(axes or None)
+        return PartitionSpec(*entries)
+
+    def place(
+        self,
+        names: Sequence[str | None],
+        shape: Sequence[int],
+        axis_sizes: Mapping[str, int],
+        what: str = "an array",
+    ) -> PartitionSpec:
+        """`spec` for one array on one mesh.
+
+        Axes of size 1 are left out. Dimensions in `STORED` take their axes in order as long as
+        they divide the size; every other dimension must divide.
+
+        Args:
+            names: logical dimensions; dimensions in front of them are "layers".
+            shape: the array's.
+            axis_sizes: devices along each mesh axis (`mesh.shape`).
+            what: name for messages.
+
+        Raises:
+            ValueError: as `spec`, or a size that does not divide.
+        """
+        names = ("layers",) * (len(shape) - len(names)) + tuple(names)
+        entries: list[tuple[str, ...] | None] = []
+        for name, size, entry in zip(names, shape, self.spec(names)):
+            axes = tuple(axis for axis in entry or () if axis_sizes[axis] > 1)
+            parts = [axis_sizes[axis] for axis in axes]
+            if name in STORED:
+                divides = [size % math.prod(parts[: n + 1]) == 0 for n in range(len(parts))]
+                axes = axes[: [*divides, False].index(False)]
+            elif size % math.prod(parts):
+                at_most = math.gcd(size, math.prod(parts))
+                raise ValueError(
+                    f"{what} {tuple(shape)}: dimension {name!r} of {size} does not divide by the "
+                    f"{math.prod(parts)} devices of mesh axes {axes}; {at_most} would divide: use "
+                    "another MeshShape or other AxisRules"
+                )
             entries.append(axes or None)
         return PartitionSpec(*entries)

@@ -1,15 +1,34 @@
-"""The only wrapper of `shard_map`, and the one test for a mesh in force."""
+"""The only wrapper of `shard_map`, and what is asked of the mesh in force."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+
+from meshes.axes import TENSOR
+
+# Name of weights gathered for use: a recomputation policy that saves everything else keeps them
+# out of memory (`jax.checkpoint_policies.save_anything_except_these_names`).
+GATHERED = "gathered"
 
 
 def has_mesh() -> bool:
     """Whether `jax.set_mesh` is in force."""
     return not jax.sharding.get_abstract_mesh().empty
+
+
+def axis_size(axis: str) -> int:
+    """Devices along one axis of the mesh in force; 1 without a mesh."""
+    return jax.sharding.get_abstract_mesh().shape[axis] if has_mesh() else 1
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def spec_or_none(spec: PartitionSpec) -> PartitionSpec | None:
@@ -28,6 +47,20 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Move `x` to `spec`; the identity without a mesh."""
     return jax.sharding.reshard(x, spec) if has_mesh() else x
+
+
+def gather(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> jax.Array:
+    """A weight as it is used: whole along every mesh axis but those of `keep`.
+
+    An all-gather over the axes that only store it in pieces; its gradient is reduced and cut
+    again. The result bears the name `GATHERED`.
+    """
+    spec = spec_of(weight)
+    kept = [tuple(a for a in axes_of(entry) if a in keep) or None for entry in spec]
+    used = PartitionSpec(*(axes[0] if axes and len(axes) == 1 else axes for axes in kept))
+    if all(axes_of(a) == axes_of(b) for a, b in zip(spec, used)):
+        return weight
+    return checkpoint_name(reshard(weight, used), GATHERED)
 
 
 def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

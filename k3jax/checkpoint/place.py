@@ -22,6 +22,7 @@ from k3jax.checkpoint.tensors import (
     row_width,
     transpose_into,
 )
+from k3jax.nn.parameters import variable_spec
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
 ALIGNMENT = 64  # arrays aligned like this are used by the CPU backend without a copy
@@ -33,26 +34,16 @@ def variable_sharding(
 ) -> NamedSharding | None:
     """Where a variable lives on the mesh in force; None without a mesh.
 
-    Leading dimensions that its logical names do not cover run over scanned layers.
-
     Raises:
         CheckpointError: a dimension does not divide by the mesh axes that the rules give it.
     """
     if not meshes.has_mesh():
         return None
     mesh = jax.sharding.get_mesh()
-    dims = variable.get_metadata().get("dims") or (None,) * variable.ndim
-    stacked = ("layers",) * (variable.ndim - len(dims))
-    spec = rules.spec((*stacked, *dims))
-    for size, entry in zip(variable.shape, spec):
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
-            raise CheckpointError(
-                f"{name} {tuple(variable.shape)}: {size} does not divide by the {parts} devices of "
-                f"mesh axes {axes}; use another MeshShape or other AxisRules"
-            )
-    return NamedSharding(mesh, spec)
+    try:
+        return NamedSharding(mesh, variable_spec(name, variable, rules, mesh.shape))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def place_variable(

@@ -90,6 +90,7 @@ class K3(nnx.Module):
         statistics: bool = False,
         remat: Remat = "none",
         scan: bool = True,
+        parallel: ops.Parallel = ops.Parallel(),
     ) -> tuple[jax.Array, Caches | None, RouterStatistics | None]:
         """The full pass behind training and prefill.
 
@@ -102,6 +103,7 @@ class K3(nnx.Module):
             remat: what the backward pass recomputes: "none", "dots" (all but matrix products)
                 or "full".
             scan: False writes repeated layers out, for debugging.
+            parallel: how the work is spread over the mesh in force.
 
         Returns:
             logits [B, T, W] float32 (T of the grown tokens); caches after these tokens, or None;
@@ -118,6 +120,7 @@ class K3(nnx.Module):
             statistics=statistics,
             remat=remat,
             scan=scan,
+            parallel=parallel,
         )
 
     def run(
@@ -132,6 +135,7 @@ class K3(nnx.Module):
         trace: bool = False,
         remat: Remat = "none",
         scan: bool = True,
+        parallel: ops.Parallel = ops.Parallel(),
     ) -> Pass:
         """Everything up to the final hidden state; tokens are grown where there is media."""
         check_shapes(tokens, segment_ids)
@@ -142,7 +146,11 @@ class K3(nnx.Module):
             f"a token id lies outside 0..{self.cfg.vocab_size - 1}",
         )
         context = CallContext(
-            segment_ids=segment_ids, decode=decode, statistics=statistics, trace=trace
+            segment_ids=segment_ids,
+            decode=decode,
+            statistics=statistics,
+            trace=trace,
+            parallel=parallel,
         )
         layers, poison = None, None
         if caches is None:
@@ -252,15 +260,26 @@ def check_shapes(tokens, segment_ids) -> None:
                 raise UserError(f"{name} holds {large[0]}, which is no 32-bit integer")
 
 
-def _forward_arrays(model, tokens, segment_ids, media, caches, *, statistics, remat, scan):
+def _forward_arrays(
+    model, tokens, segment_ids, media, caches, *, statistics, remat, scan, parallel
+):
     found = model.run(
-        tokens, segment_ids, caches, media, statistics=statistics, remat=remat, scan=scan
+        tokens,
+        segment_ids,
+        caches,
+        media,
+        statistics=statistics,
+        remat=remat,
+        scan=scan,
+        parallel=parallel,
     )
     logits = model.logits(found.hidden, found.poison)
     return logits, found.caches, model.router_statistics(found.collected, tokens, segment_ids)
 
 
-_forward = debug.compiled(_forward_arrays, static_argnames=("statistics", "remat", "scan"))
+_forward = debug.compiled(
+    _forward_arrays, static_argnames=("statistics", "remat", "scan", "parallel")
+)
 _logits = debug.compiled(lambda model, *inputs: model.forward(*inputs)[0])
 
 

@@ -4,6 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax.sharding import PartitionSpec as P
+
+import meshes
+from k3jax import ops
 from k3jax.errors import UserError
 from k3jax.media import Media
 from k3jax.model import debug
@@ -40,6 +44,7 @@ def next_token_loss(
     *,
     targets: jax.Array | None = None,
     remat: Remat = "none",
+    parallel: ops.Parallel = ops.Parallel(),
 ) -> tuple[jax.Array, dict]:
     """Mean cross entropy, in nats, of each token given those before it in its segment.
 
@@ -52,6 +57,7 @@ def next_token_loss(
         targets: [B, T] bool, the tokens to predict (those of `chat.encode(...).targets`, say);
             with media of the grown tokens. None: all of them.
         remat: see `K3.forward`.
+        parallel: see `K3.forward`.
 
     Returns:
         loss [] float32 (0 when there is no target), and metrics: "loss", "num_targets" [] int32,
@@ -65,12 +71,16 @@ def next_token_loss(
             f"targets {np.shape(targets)} must have the shape of tokens {np.shape(tokens)}; with "
             "media, grow both first (k3jax.media.grow_placeholders)"
         )
-    return _loss(model, tokens, segment_ids, media, targets, remat=remat)
+    return _loss(model, tokens, segment_ids, media, targets, remat=remat, parallel=parallel)
 
 
-def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat):
+def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat, parallel):
     tokens = jnp.asarray(tokens)
-    found = model.run(tokens, segment_ids, None, media, statistics=True, remat=remat)
+    found = model.run(
+        tokens, segment_ids, None, media, statistics=True, remat=remat, parallel=parallel
+    )
+    # The next token may lie on another device: these few bytes are whole rows everywhere.
+    tokens, segment_ids, targets = map(whole_rows, (tokens, segment_ids, targets))
     ignored = None if media is None else model.cfg.media_placeholder_id
     mask = target_mask(tokens, segment_ids, ignored)
     if targets is not None:
@@ -78,7 +88,7 @@ def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat):
     # An id that does not exist must not pass for one that is no target.
     next_tokens = jnp.where(tokens[:, 1:] < 0, model.cfg.vocab_size, tokens[:, 1:])
     next_tokens = jnp.pad(jnp.where(mask, next_tokens, -1), ((0, 0), (0, 1)), constant_values=-1)
-    losses = model.losses(found.hidden, next_tokens, found.poison)[:, :-1]
+    losses = whole_rows(model.losses(found.hidden, next_tokens, found.poison))[:, :-1]
     num_targets = mask.sum(dtype=jnp.int32)
     loss = losses.sum() / jnp.maximum(num_targets, 1)
     metrics = {
@@ -90,4 +100,12 @@ def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat):
     return loss, metrics
 
 
-_loss = debug.compiled(_loss_arrays, static_argnames=("remat",))
+def whole_rows(array: jax.Array | None) -> jax.Array | None:
+    """[B, T] with every row on one device; an all-gather over the axes that cut the rows."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    return meshes.reshard(array, P(meshes.spec_of(array)[0], None))
+
+
+_loss = debug.compiled(_loss_arrays, static_argnames=("remat", "parallel"))

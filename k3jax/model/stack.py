@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import meshes
 from k3jax.config import K3Config
 from k3jax.model.layout import Segment, blocks_before, plan_segments, starts_block
 from k3jax.model.write_once import scan_write_once
@@ -88,10 +89,17 @@ class LayerStack(nnx.Module):
 
 
 def checkpointed(function, remat: Remat):
-    """`function`, of which the backward pass keeps what `remat` says (see `LayerStack`)."""
+    """`function`, of which the backward pass keeps what `remat` says (see `LayerStack`).
+
+    Weights gathered for use on a mesh are never kept.
+    """
+    policies = jax.checkpoint_policies
     if remat == "none":
-        return function
-    policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
+        if not meshes.has_mesh():
+            return function
+        policy = policies.save_anything_except_these_names(meshes.GATHERED)
+    else:
+        policy = policies.dots_saveable if remat == "dots" else None
     return jax.checkpoint(function, policy=policy)
 
 

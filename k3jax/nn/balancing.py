@@ -53,7 +53,7 @@ def count_step(
     """Expert counts [E] and histogram [E, NUM_BINS] of one layer, int32, summed over devices."""
     batch, tokens, _ = meshes.spec_of(scores)
     row = P(batch, tokens, None)
-    axes = tuple(a for entry in (batch, tokens) for a in _axes(entry))
+    axes = tuple(a for entry in (batch, tokens) for a in meshes.axes_of(entry))
 
     def run(scores, ids, cutoff, bias, real):
         num_experts = scores.shape[-1]
@@ -66,18 +66,12 @@ def count_step(
         counts = jnp.zeros((num_experts,), jnp.int32).at[ids].add(one)
         histogram = jnp.zeros((num_experts * NUM_BINS,), jnp.int32).at[slots].add(one)
         result = counts, histogram.reshape(num_experts, NUM_BINS)
-        return jax.lax.psum(result, axes) if axes and meshes.has_mesh() else result
+        return jax.lax.psum(result, axes) if axes else result
 
     specs = (row, row, P(batch, tokens), P(None), None if real is None else P(batch, tokens))
     return meshes.per_device(run, specs, (P(None), P(None, None)))(
         jax.lax.stop_gradient(scores), ids, jax.lax.stop_gradient(cutoff), bias, real
     )
-
-
-def _axes(entry) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def histogram_bias(

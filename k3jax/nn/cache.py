@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k3jax import ops
 from k3jax.config import K3Config
 
 
@@ -40,6 +41,7 @@ class CallContext:
     decode: bool = dataclasses.field(default=False, metadata={"static": True})
     statistics: bool = dataclasses.field(default=False, metadata={"static": True})
     trace: bool = dataclasses.field(default=False, metadata={"static": True})
+    parallel: ops.Parallel = dataclasses.field(default=ops.Parallel(), metadata={"static": True})
 
     def keep_old(self, new: jax.Array, old: jax.Array) -> jax.Array:
         """`new`, unless the call does not fit: then the cache stays as it was."""

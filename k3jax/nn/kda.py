@@ -45,16 +45,14 @@ class KimiDeltaAttention(nnx.Module):
             next(keys), (heads, width), ("heads", "head_dim"), StepBias(), keep_float32=True
         )
         self.f_a = weight(next(keys), (cfg.dim, width), ("embed", "latent"), normal)
-        self.f_b = weight(
-            next(keys), (width, heads, width), ("latent", "heads", "head_dim"), normal
-        )
+        self.f_b = weight(next(keys), (width, heads, width), ("rank", "heads", "head_dim"), normal)
         self.b_proj = weight(next(keys), (cfg.dim, heads), ("embed", "heads"), normal)
         if cfg.kda.full_rank_gate:
             self.g_proj = projection()
         else:
             self.g_a = weight(next(keys), (cfg.dim, width), ("embed", "latent"), normal)
             self.g_b = weight(
-                next(keys), (width, heads, width), ("latent", "heads", "head_dim"), normal
+                next(keys), (width, heads, width), ("rank", "heads", "head_dim"), normal
             )
         self.o_norm = weight(None, (width,), (None,), Constant(1.0), keep_float32=True)
         self.o_proj = weight(

@@ -28,7 +28,7 @@ class LatentAttention(nnx.Module):
             rank = mla.q_lora_rank
             self.q_a = weight(q_a, (cfg.dim, rank), ("embed", "latent"), normal)
             self.q_norm = RMSNorm(rank, mla.latent_norm_eps)
-            self.q_b = weight(q_b, (rank, *q_shape), ("latent", *head_dims), normal)
+            self.q_b = weight(q_b, (rank, *q_shape), ("rank", *head_dims), normal)
         self.kv_a = weight(
             kv_a, (cfg.dim, mla.kv_lora_rank + mla.qk_rope_head_dim), ("embed", "latent"), normal
         )
@@ -36,7 +36,7 @@ class LatentAttention(nnx.Module):
         self.kv_b = weight(
             kv_b,
             (mla.kv_lora_rank, mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim),
-            ("latent", *head_dims),
+            ("rank", *head_dims),
             normal,
         )
         v_shape = (mla.num_heads, mla.v_head_dim)

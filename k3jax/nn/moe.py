@@ -31,7 +31,8 @@ class LatentMoE(nnx.Module):
         width = moe.latent_dim or cfg.dim
         into = (moe.num_experts, width, moe.expert_hidden_dim)
         back = (moe.num_experts, moe.expert_hidden_dim, width)
-        into_dims, back_dims = ("experts", "latent", "ffn"), ("experts", "ffn", "latent")
+        into_dims = ("experts", "expert_latent", "ffn")
+        back_dims = ("experts", "ffn", "expert_latent")
         self.cfg = cfg
         self.router = weight(router, (cfg.dim, moe.num_experts), ("embed", None), normal)
         self.router_bias = RouterBias(jnp.zeros((moe.num_experts,), jnp.float32))

@@ -1,8 +1,13 @@
 """How parameters are made, named and cast."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
+
+import meshes
 
 
 class RouterBias(nnx.Variable):
@@ -45,6 +50,23 @@ def named_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
         for path, leaf in leaves
         if isinstance(leaf, nnx.Variable)
     }
+
+
+def variable_spec(
+    name: str,
+    variable: nnx.Variable,
+    rules: meshes.AxisRules,
+    axis_sizes: Mapping[str, int],
+) -> PartitionSpec:
+    """Where a variable lives on a mesh with these axis sizes (`mesh.shape`).
+
+    Leading dimensions that its logical names do not cover run over scanned layers.
+
+    Raises:
+        ValueError: a dimension does not divide by the mesh axes that the rules give it.
+    """
+    dims = variable.get_metadata().get("dims") or (None,) * variable.ndim
+    return rules.place(dims, variable.shape, axis_sizes, name)
 
 
 def _entry_name(entry) -> str:

@@ -55,14 +55,14 @@ class VisionBlock(nnx.Module):
         vision = cfg.vision
         qkv, out, fc0, fc1 = jax.random.split(key, 4)
         normal = Normal(cfg.initializer_range)
-        head_dims = ("heads", "head_dim")
+        head_dims = ("vision_heads", "head_dim")
         heads = (vision.num_heads, vision.head_dim)
         self.attention_norm = RMSNorm(vision.dim, vision.norm_eps)
         self.qkv_proj = weight(qkv, (vision.dim, 3, *heads), ("embed", None, *head_dims), normal)
         self.o_proj = weight(out, (*heads, vision.dim), (*head_dims, "embed"), normal)
         self.feed_forward_norm = RMSNorm(vision.dim, vision.norm_eps)
-        self.fc0 = weight(fc0, (vision.dim, vision.ffn_dim), ("embed", "ffn"), normal)
-        self.fc1 = weight(fc1, (vision.ffn_dim, vision.dim), ("ffn", "embed"), normal)
+        self.fc0 = weight(fc0, (vision.dim, vision.ffn_dim), ("embed", "vision_ffn"), normal)
+        self.fc1 = weight(fc1, (vision.ffn_dim, vision.dim), ("vision_ffn", "embed"), normal)
 
     def __call__(
         self,
@@ -87,8 +87,8 @@ class Projector(nnx.Module):
         fc0, fc1 = jax.random.split(key)
         normal = Normal(cfg.initializer_range)
         joined = 4 * cfg.vision.projector_dim
-        self.fc0 = weight(fc0, (joined, joined), ("embed", "ffn"), normal)
-        self.fc1 = weight(fc1, (joined, cfg.dim), ("ffn", "embed"), normal)
+        self.fc0 = weight(fc0, (joined, joined), ("embed", "vision_ffn"), normal)
+        self.fc1 = weight(fc1, (joined, cfg.dim), ("vision_ffn", "embed"), normal)
         self.norm = RMSNorm(cfg.dim, cfg.vision.projector_norm_eps)
 
     def __call__(self, rows: jax.Array) -> jax.Array:  # [F, 4, d] -> [F, D]

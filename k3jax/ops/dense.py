@@ -1,18 +1,24 @@
 """Projections and table lookups: the only places where an activation meets a weight matrix."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import meshes
 from k3jax.precision import matmul_precision
+from meshes import TENSOR, axes_of
 
 
 def dense(equation: str, x: jax.Array, w: jax.Array, *, dtype=None) -> jax.Array:
     """Einsum of an activation with a weight, in the activation's dtype.
 
-    The result's sharding follows from the operands: an output letter found in `x` keeps x's axes,
-    a new one takes the weight's axes that are not already used.
+    On a mesh the weight is gathered over the axes that only store it. The result's sharding follows
+    from the operands: an output letter found in `x` keeps x's axes, a new one takes the weight's.
+    Tokens ("t") of the residual stream lie on the tensor axis, too, where they divide: they are
+    gathered before a product whose result is cut over tensor, and the sum over tensor of a product
+    that contracts what is cut ends as pieces of tokens again.
 
     Args:
         equation: two-operand einsum, activation first, for example "btd,dhk->bthk".
@@ -20,22 +26,29 @@ def dense(equation: str, x: jax.Array, w: jax.Array, *, dtype=None) -> jax.Array
         w: weight, cast to `x.dtype`.
         dtype: type of the result (and of the accumulation) when it is not `x.dtype`.
     """
-    sharding = _output_spec(equation, x, w) if meshes.has_mesh() else None
+    w, sharding = w.astype(x.dtype), None
+    if meshes.has_mesh():
+        w = meshes.gather(w)
+        x, sharding = _arrange(equation, x, w)
     return jnp.einsum(
         equation,
         x,
-        w.astype(x.dtype),
+        w,
         precision=matmul_precision(x.dtype),
         preferred_element_type=dtype,
         out_sharding=sharding,
     )
 
 
-def _output_spec(equation: str, x: jax.Array, w: jax.Array) -> PartitionSpec:
+def _arrange(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, PartitionSpec]:
+    """The activation as the product needs it, and where the result lies."""
     operands, output = equation.split("->")
     x_letters, w_letters = operands.split(",")
-    x_axes = dict(zip(x_letters, meshes.spec_of(x)))
     w_axes = dict(zip(w_letters, meshes.spec_of(w)))
+    is_cut = [letter for letter in w_letters if TENSOR in axes_of(w_axes[letter])]
+    if "t" in x_letters and any(letter in output for letter in is_cut):
+        x = whole_over_tensor(x, x_letters.index("t"))
+    x_axes = dict(zip(x_letters, meshes.spec_of(x)))
     used = {axis for letter in output if letter in x_axes for axis in axes_of(x_axes[letter])}
     entries = []
     for letter in output:
@@ -45,26 +58,62 @@ def _output_spec(equation: str, x: jax.Array, w: jax.Array) -> PartitionSpec:
             free = tuple(axis for axis in axes_of(w_axes[letter]) if axis not in used)
             used.update(free)
             entries.append(free or None)
-    return PartitionSpec(*entries)
+    if "t" in x_letters and any(letter not in output for letter in is_cut):
+        place = output.index("t")
+        length = x.shape[x_letters.index("t")]
+        entries[place] = stream_axes(length, entries[place])
+    return x, PartitionSpec(*entries)
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+def whole_over_tensor(x: jax.Array, dimension: int = 1) -> jax.Array:
+    """`x` with one dimension, by default the tokens, gathered over the tensor axis."""
+    spec = list(meshes.spec_of(x))
+    axes = axes_of(spec[dimension])
+    if TENSOR not in axes:
+        return x
+    spec[dimension] = tuple(axis for axis in axes if axis != TENSOR) or None
+    return meshes.reshard(x, PartitionSpec(*spec))
+
+
+def stream_axes(length: int, axes: str | tuple[str, ...] | None):
+    """Mesh axes of the residual stream's tokens: `axes`, and tensor where so many tokens divide."""
+    own, tensor = axes_of(axes), meshes.axis_size(TENSOR)
+    parts = math.prod(meshes.axis_size(axis) for axis in own) * tensor
+    if tensor == 1 or TENSOR in own or length % parts:
+        return axes
+    return (*own, TENSOR)
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of `table` [W, D] for `tokens` [B, T] int32; an id outside 0..W-1 gives NaN.
 
-    NaN instead of the clipped row of a plain gather: a wrong id must show in the logits.
+    NaN instead of the clipped row of a plain gather: a wrong id must show in the logits. A table
+    that is cut over the vocabulary is read in pieces, whose rows are summed.
     """
-    inside = (tokens >= 0) & (tokens < table.shape[0])
-    sharding = None
-    if meshes.has_mesh():
-        sharding = PartitionSpec(*meshes.spec_of(tokens), None)
-    rows = table.at[jnp.where(inside, tokens, 0)].get(
-        out_sharding=sharding, mode="promise_in_bounds"
-    )
-    return jnp.where(inside[..., None], rows, jnp.asarray(jnp.nan, rows.dtype))
+    num_rows = table.shape[0]
+    table = meshes.gather(table)
+    batch, tokens_axes = meshes.spec_of(tokens)
+    is_cut = TENSOR in axes_of(meshes.spec_of(table)[0])
+    stream = stream_axes(tokens.shape[1], tokens_axes) if is_cut else tokens_axes
+
+    def run(table, tokens):
+        first = jax.lax.axis_index(TENSOR) * table.shape[0] if is_cut else 0
+        row = tokens - first
+        here = (row >= 0) & (row < table.shape[0])
+        rows = table.at[jnp.where(here, row, 0)].get(mode="promise_in_bounds")
+        if not is_cut:
+            return jnp.where(here[..., None], rows, jnp.asarray(jnp.nan, rows.dtype))
+        rows = jnp.where(here[..., None], rows, 0)
+        if stream == tokens_axes:
+            rows = jax.lax.psum(rows, TENSOR)
+        else:
+            rows = jax.lax.psum_scatter(rows, TENSOR, scatter_dimension=1, tiled=True)
+            size = rows.shape[1]
+            own = jax.lax.axis_index(TENSOR) * size
+            tokens = jax.lax.dynamic_slice_in_dim(tokens, own, size, 1)
+        inside = (tokens >= 0) & (tokens < num_rows)
+        return jnp.where(inside[..., None], rows, jnp.asarray(jnp.nan, rows.dtype))
+
+    vocabulary = TENSOR if is_cut else None
+    specs = (PartitionSpec(vocabulary, None), PartitionSpec(batch, tokens_axes))
+    return meshes.per_device(run, specs, PartitionSpec(batch, stream, None))(table, tokens)

@@ -5,7 +5,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 import pallas_kernels
-from k3jax.ops.dense import axes_of
+from k3jax.ops.dense import whole_over_tensor
+from meshes import axes_of
 
 
 def cross_entropy(
@@ -19,6 +20,9 @@ def cross_entropy(
     split over the mesh axes of the head's columns that do not already split the tokens; devices
     exchange two numbers per token.
     """
+    head = meshes.gather(head)
+    if axes_of(meshes.spec_of(head)[1]):
+        hidden = whole_over_tensor(hidden)
     batch, tokens, _ = meshes.spec_of(hidden)
     used = {axis for entry in (batch, tokens) for axis in axes_of(entry)}
     vocabulary = tuple(axis for axis in axes_of(meshes.spec_of(head)[1]) if axis not in used)

@@ -1,0 +1,46 @@
+"""How the work of one call is spread over the mesh in force."""
+
+import dataclasses
+import typing
+from typing import Literal
+
+from k3jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Choices that change time, traffic and memory; results only where it is said.
+
+    The mesh itself (`jax.set_mesh`) says how many devices lie along each axis.
+    """
+
+    expert_mode: Literal["balanced", "plain"] = "balanced"
+    """Routed experts: every rank the same number of rows (`meshes.balance`), or each rank the rows
+    of its own experts up to a capacity; rows over it are dropped, which changes results."""
+    transport: Literal["ragged", "padded", "gather", "hierarchical"] | None = None
+    """How rows travel to their experts; None: ragged on TPU and GPU, padded on CPU."""
+    node_size: int | None = None
+    """Neighbours on the expert axis that share fast links, for `hierarchical`."""
+    capacity_factor: float = 2.0
+    """Rows a rank takes in plain mode, as a multiple of the mean."""
+    expert_chunks: int = 1
+    """Parts of the batch whose exchange overlaps the expert product of another part."""
+    attention: Literal["gather", "ring"] = "gather"
+    """Full attention over the context axis: gather all latents, or pass them around a ring."""
+    context_layout: Literal["contiguous", "balanced"] = "contiguous"
+    """Which queries of a causal sequence a rank of the context axis computes."""
+
+    def __post_init__(self):
+        hints = typing.get_type_hints(type(self))
+        for name in ("expert_mode", "transport", "attention", "context_layout"):
+            value, hint = getattr(self, name), hints[name]
+            allowed = [a for arg in (hint, *typing.get_args(hint)) for a in typing.get_args(arg)]
+            allowed = [a for a in allowed if isinstance(a, str)]
+            if value not in allowed and not (name == "transport" and value is None):
+                raise UserError(f"parallel.{name}={value!r} must be one of {allowed}")
+        if not self.capacity_factor > 0:
+            raise UserError(f"parallel.capacity_factor={self.capacity_factor} must be above 0")
+        for name in ("expert_chunks", "node_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"parallel.{name}={value} must be at least 1")
