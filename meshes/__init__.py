@@ -1,11 +1,10 @@
 """Mesh axes, logical sharding rules and the one `shard_map` wrapper. Imports jax and numpy only."""
 
-from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR
+from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 from meshes.build import MeshShape, abstract_mesh, build_mesh
 from meshes.rules import STORAGE, AxisRules
 from meshes.shard import (
     GATHERED,
-    axes_of,
     axis_size,
     gather,
     has_mesh,

@@ -8,3 +8,10 @@ CONTEXT = "context"  # tokens of one sequence
 TENSOR = "tensor"  # heads, hidden widths, vocabulary
 
 AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from meshes.axes import CONTEXT, DATA, EXPERT, FSDP, TENSOR
+from meshes.axes import CONTEXT, DATA, EXPERT, FSDP, TENSOR, axes_of
 
 # Axes over which a weight is only *stored* in pieces: whoever uses it gathers them first. The
 # devices along them hold different tokens.
@@ -91,7 +91,7 @@ class AxisRules:
         names = ("layers",) * (len(shape) - len(names)) + tuple(names)
         entries: list[tuple[str, ...] | None] = []
         for name, size, entry in zip(names, shape, self.spec(names)):
-            axes = tuple(axis for axis in entry or () if axis_sizes[axis] > 1)
+            axes = tuple(axis for axis in axes_of(entry) if axis_sizes[axis] > 1)
             parts = [axis_sizes[axis] for axis in axes]
             if name in STORED:
                 divides = [size % math.prod(parts[: n + 1]) == 0 for n in range(len(parts))]

@@ -7,7 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshes.axes import TENSOR
+from meshes.axes import TENSOR, axes_of
 
 # Name of weights gathered for use: a recomputation policy that saves everything else keeps them
 # out of memory (`jax.checkpoint_policies.save_anything_except_these_names`).
@@ -22,13 +22,6 @@ def has_mesh() -> bool:
 def axis_size(axis: str) -> int:
     """Devices along one axis of the mesh in force; 1 without a mesh."""
     return jax.sharding.get_abstract_mesh().shape[axis] if has_mesh() else 1
-
-
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def spec_or_none(spec: PartitionSpec) -> PartitionSpec | None:

@@ -90,7 +90,7 @@ class K3(nnx.Module):
         statistics: bool = False,
         remat: Remat = "none",
         scan: bool = True,
-        parallel: ops.Parallel = ops.Parallel(),
+        parallel: ops.Parallel = ops.DEFAULT_PARALLEL,
     ) -> tuple[jax.Array, Caches | None, RouterStatistics | None]:
         """The full pass behind training and prefill.
 
@@ -135,7 +135,7 @@ class K3(nnx.Module):
         trace: bool = False,
         remat: Remat = "none",
         scan: bool = True,
-        parallel: ops.Parallel = ops.Parallel(),
+        parallel: ops.Parallel = ops.DEFAULT_PARALLEL,
     ) -> Pass:
         """Everything up to the final hidden state; tokens are grown where there is media."""
         check_shapes(tokens, segment_ids)

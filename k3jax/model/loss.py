@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.sharding import PartitionSpec as P
 
 import meshes
@@ -44,7 +43,7 @@ def next_token_loss(
     *,
     targets: jax.Array | None = None,
     remat: Remat = "none",
-    parallel: ops.Parallel = ops.Parallel(),
+    parallel: ops.Parallel = ops.DEFAULT_PARALLEL,
 ) -> tuple[jax.Array, dict]:
     """Mean cross entropy, in nats, of each token given those before it in its segment.
 

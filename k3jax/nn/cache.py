@@ -41,7 +41,9 @@ class CallContext:
     decode: bool = dataclasses.field(default=False, metadata={"static": True})
     statistics: bool = dataclasses.field(default=False, metadata={"static": True})
     trace: bool = dataclasses.field(default=False, metadata={"static": True})
-    parallel: ops.Parallel = dataclasses.field(default=ops.Parallel(), metadata={"static": True})
+    parallel: ops.Parallel = dataclasses.field(
+        default=ops.DEFAULT_PARALLEL, metadata={"static": True}
+    )
 
     def keep_old(self, new: jax.Array, old: jax.Array) -> jax.Array:
         """`new`, unless the call does not fit: then the cache stays as it was."""

@@ -14,7 +14,7 @@ from k3jax.ops.explain import explain_kernels
 from k3jax.ops.kda import delta_attention, delta_attention_step, short_conv
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.mla import latent_attention, latent_attention_step
-from k3jax.ops.parallel import Parallel
+from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
 from k3jax.ops.residual import depth_mix
 from k3jax.ops.vision import (
     FeaturePlaces,
@@ -33,6 +33,7 @@ from k3jax.ops.vision import (
 from pallas_kernels.kda import l2_normalize
 
 __all__ = [
+    "DEFAULT_PARALLEL",
     "FeaturePlaces",
     "Parallel",
     "PatchPlaces",

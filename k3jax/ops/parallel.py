@@ -44,3 +44,6 @@ class Parallel:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"parallel.{name}={value} must be at least 1")
+
+
+DEFAULT_PARALLEL = Parallel()
