@@ -1,16 +1,19 @@
 """A freshly initialised model."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+import meshes
 from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.model.k3 import K3
-from k3jax.nn.parameters import RouterBias, cast_parameters
+from k3jax.nn.parameters import RouterBias, cast_parameters, variable_specs
 
 # Elements drawn at once: bounds the extra memory, 256 MiB, while small models need one draw.
 GROUP_ELEMENTS = 1 << 26
@@ -23,6 +26,9 @@ def init(cfg: K3Config, key: jax.Array, *, dtype=jnp.float32) -> K3:
         cfg: the model, for example `K3Config.tiny()`.
         key: `jax.random.key(seed)`.
         dtype: type of the parameters; those the release stores in float32 stay float32.
+
+    Under `jax.set_mesh` every parameter lies as `meshes.AxisRules()` say; the values are those of
+    one device.
 
     Example:
         model = k3jax.init(K3Config.tiny(), jax.random.key(0))
@@ -44,15 +50,28 @@ def _init(key, *, cfg, dtype):
     abstract = abstract_model(cfg)
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     variables, treedef = jax.tree.flatten(abstract, is_leaf=is_variable)
+    specs = iter(variable_specs(abstract).values())
     values = []
     for number, group in enumerate(_groups(variables)):
-        z = jax.random.normal(jax.random.fold_in(key, number), (sum(v.size for v in group),))
-        offset = 0
-        for variable in group:
-            own = z[offset : offset + variable.size].reshape(variable.shape)
-            offset += variable.size
-            values.append(variable.replace(_start_value(variable, own)))
+        own_key = jax.random.fold_in(key, number)
+        for variable, z in zip(
+            group, _draw(own_key, group, list(itertools.islice(specs, len(group))))
+        ):
+            values.append(variable.replace(_start_value(variable, z)))
     return cast_parameters(jax.tree.unflatten(treedef, values), dtype)
+
+
+def _draw(key: jax.Array, group: list[nnx.Variable], specs: list[PartitionSpec]):
+    """Normal draws of the variables' shapes, each where its spec says."""
+    if len(group) == 1:  # each device draws its own piece; the values do not depend on the pieces
+        yield jax.random.normal(key, group[0].shape, out_sharding=meshes.spec_or_none(specs[0]))
+        return
+    z = jax.random.normal(key, (sum(variable.size for variable in group),))
+    offset = 0
+    for variable, spec in zip(group, specs, strict=True):
+        own = z[offset : offset + variable.size].reshape(variable.shape)
+        offset += variable.size
+        yield meshes.reshard(own, spec)
 
 
 def _start_value(variable: nnx.Variable, z: jax.Array) -> jax.Array:

@@ -69,6 +69,19 @@ def variable_spec(
     return rules.place(dims, variable.shape, axis_sizes, name)
 
 
+def variable_specs(
+    model: nnx.Module, rules: meshes.AxisRules | None = None
+) -> dict[str, PartitionSpec]:
+    """Name -> `variable_spec` on the mesh in force, for every variable; whole without a mesh."""
+    rules, sizes = rules or meshes.AxisRules(), dict.fromkeys(meshes.AXES, 1)
+    if meshes.has_mesh():
+        sizes = jax.sharding.get_abstract_mesh().shape
+    return {
+        name: variable_spec(name, variable, rules, sizes)
+        for name, variable in named_variables(model).items()
+    }
+
+
 def _entry_name(entry) -> str:
     for attribute in ("name", "idx", "key"):
         if hasattr(entry, attribute):

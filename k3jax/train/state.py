@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
+import meshes
 from k3jax.config import K3Config
 from k3jax.nn.parameters import RouterBias, named_variables
 
@@ -81,6 +82,22 @@ class ModelParts:
     def abstract_state(self, optimizer) -> TrainState:
         """Shapes and types of a state, without computing one."""
         return jax.eval_shape(lambda: self.fresh_state(optimizer, 0))
+
+    def placed_state(self, optimizer) -> TrainState:
+        """`abstract_state` that says where each array lives: on the mesh in force, or one device.
+
+        Arrays of the optimizer that belong to a parameter lie where it does.
+        """
+        abstract = self.abstract_state(optimizer)
+        if not meshes.has_mesh():
+            return with_sharding(abstract, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        mesh = jax.sharding.get_mesh()
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, leaf.sharding.spec)
+            ),
+            abstract,
+        )
 
 
 def to_tree(state: TrainState) -> dict:

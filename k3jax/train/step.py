@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+import meshes
 from k3jax.data.bytes import NUM_BYTES
 from k3jax.model import next_token_loss
 from k3jax.model.loss import target_mask, token_losses
@@ -38,10 +40,10 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
     def accumulate(params, rest, batch):
         if config.micro_batches == 1:
             return gradients(params, rest, batch)
-        split = jax.tree.map(lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:]), batch)
+        split = jax.tree.map(lambda x: split_rows(x, config.micro_batches), batch)
         first = jax.tree.map(lambda x: x[0], split)
         shapes = jax.eval_shape(gradients, params, rest, first)
-        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zero = jax.tree.map(_zeros, shapes)
 
         def add(sums, part):
             return jax.tree.map(jnp.add, sums, gradients(params, rest, part)), None
@@ -106,6 +108,23 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
         return state, metrics
 
     return step, optimizer
+
+
+def split_rows(x: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] -> [parts, B / parts, ...], consecutive rows together, each part on all devices.
+
+    On a mesh the rows change devices: an all-gather of what is small, token ids and pictures.
+    """
+    rows, *others = meshes.spec_of(x)
+    x = meshes.reshard(x, P(None, *others))
+    x = x.reshape(parts, -1, *x.shape[1:])
+    return meshes.reshard(x, P(None, rows, *others))
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros that lie where an array of this type does."""
+    spec = leaf.sharding.spec if meshes.has_mesh() else None
+    return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=spec)
 
 
 def make_evaluation_step(parts: ModelParts):
