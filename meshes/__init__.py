@@ -2,6 +2,17 @@
 
 from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 from meshes.build import MeshShape, abstract_mesh, build_mesh
+from meshes.links import Links, axis_links, expert_node_size
+from meshes.presets import (
+    CHIPS,
+    PRESETS,
+    Chip,
+    Hardware,
+    Preset,
+    hardware,
+    preset,
+    slice_shapes,
+)
 from meshes.rules import STORAGE, AxisRules
 from meshes.shard import (
     GATHERED,
@@ -13,30 +24,42 @@ from meshes.shard import (
     spec_of,
     spec_or_none,
 )
-from meshes.topology import ahead_of_time_environment, described_devices
+from meshes.topology import ahead_of_time_environment, described_devices, topology_mesh
 
 __all__ = [
     "AXES",
+    "CHIPS",
     "CONTEXT",
     "DATA",
     "EXPERT",
     "FSDP",
     "GATHERED",
+    "PRESETS",
     "STAGE",
     "STORAGE",
     "TENSOR",
     "AxisRules",
+    "Chip",
+    "Hardware",
+    "Links",
     "MeshShape",
+    "Preset",
     "abstract_mesh",
     "ahead_of_time_environment",
     "axes_of",
+    "axis_links",
     "axis_size",
     "build_mesh",
     "described_devices",
+    "expert_node_size",
     "gather",
+    "hardware",
     "has_mesh",
     "per_device",
+    "preset",
     "reshard",
+    "slice_shapes",
     "spec_of",
     "spec_or_none",
+    "topology_mesh",
 ]

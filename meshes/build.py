@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType
 
 from meshes.axes import AXES
+from meshes.placement import arrange_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def build_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) ->
     """Explicit-axes mesh over `devices` (default: all of `jax.devices()`); use `jax.set_mesh`.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: the sizes do not multiply to the number of devices, or do not fit its slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     if shape.num_devices != len(devices):
@@ -49,7 +50,7 @@ def build_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) ->
             "change an axis size or pass devices="
         )
     types = (AxisType.Explicit,) * len(AXES)
-    return jax.make_mesh(shape.sizes, AXES, axis_types=types, devices=devices)
+    return jax.sharding.Mesh(arrange_devices(shape.sizes, devices), AXES, axis_types=types)
 
 
 def abstract_mesh(shape: MeshShape) -> jax.sharding.AbstractMesh:

@@ -11,6 +11,10 @@ import sysconfig
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from meshes.build import MeshShape, build_mesh
+from meshes.presets import hardware
 
 # GpuTargetConfigProto of one H200, the fields that compilers read.
 _H200 = """
@@ -74,6 +78,39 @@ def described_devices(name: str) -> list:
             "sold, and is the extra k3jax[aot] installed?"
         ) from error
     return list(description.devices)
+
+
+def topology_mesh(shape: MeshShape, name: str) -> Mesh:
+    """Explicit-axes mesh over chips that are not here, to compile for them.
+
+    Args:
+        shape: axis sizes; their product is the number of devices.
+        name: see `meshes.hardware`; one slice, or GPU nodes; "cpu:N" takes N of the devices here.
+
+    Raises:
+        ValueError: unknown chips, sizes that do not multiply to them, or chips that cannot be
+            described.
+    """
+    chips = hardware(name)
+    if shape.num_devices != chips.num_devices:
+        raise ValueError(
+            f"{shape} needs {shape.num_devices} devices, but {chips} has {chips.num_devices}; "
+            "change an axis size or the chips"
+        )
+    if chips.slices > 1:
+        raise ValueError(
+            f"{chips}: several slices cannot be described; compile for one, {chips.topology}"
+        )
+    if chips.chip.name != "cpu":
+        return build_mesh(shape, described_devices(chips.topology))
+    devices = jax.devices("cpu")
+    if len(devices) < chips.num_devices:
+        raise ValueError(
+            f"{chips} needs {chips.num_devices} simulated devices, but {len(devices)} exist; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={chips.num_devices} before jax "
+            "starts"
+        )
+    return build_mesh(shape, devices[: chips.num_devices])
 
 
 def ahead_of_time_environment() -> dict[str, str]:
