@@ -5,6 +5,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 import pallas_kernels
+from k3jax.ops import recurrence
+from meshes import axes_of
 
 
 def short_conv(
@@ -14,22 +16,33 @@ def short_conv(
     segment_ids: jax.Array | None = None,  # [B, T]
     initial_state: jax.Array | None = None,  # [B, W-1, H, K]
 ) -> tuple[jax.Array, jax.Array]:
-    """Silu of the causal depthwise convolution; see `pallas_kernels.short_conv`."""
-    batch, _, heads, _ = meshes.spec_of(x)
+    """Silu of the causal depthwise convolution; see `pallas_kernels.short_conv`.
+
+    Tokens may be cut over mesh axes; the final state is whole on all of them.
+    """
+    batch, tokens, heads, _ = meshes.spec_of(x)
+    cut = _cutting(tokens)
+    row, state = P(batch, tokens, heads, None), P(batch, None, heads, None)
+
+    def run(x, weight, segment_ids, initial_state):
+        if cut:
+            return recurrence.short_conv(x, weight, segment_ids, initial_state, cut)
+        return pallas_kernels.short_conv(
+            x, weight, segment_ids=segment_ids, initial_state=initial_state
+        )
+
     specs = (
-        P(batch, None, heads, None),
+        row,
         P(None, heads, None),
-        None if segment_ids is None else P(batch, None),
-        None if initial_state is None else P(batch, None, heads, None),
+        None if segment_ids is None else P(batch, tokens),
+        None if initial_state is None else state,
     )
-    run = meshes.per_device(
-        lambda x, w, ids, state: pallas_kernels.short_conv(
-            x, w, segment_ids=ids, initial_state=state
-        ),
-        specs,
-        (P(batch, None, heads, None), P(batch, None, heads, None)),
-    )
-    return run(x, weight, segment_ids, initial_state)
+    return meshes.per_device(run, specs, (row, state))(x, weight, segment_ids, initial_state)
+
+
+def _cutting(entry) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec that have more than one device."""
+    return tuple(axis for axis in axes_of(entry) if meshes.axis_size(axis) > 1)
 
 
 def delta_attention(
@@ -47,14 +60,22 @@ def delta_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """L2-normalise q and k, activate gate and beta, run the delta rule.
 
+    Tokens may be cut over mesh axes (`k3jax.ops.recurrence`); the final state is whole on them.
+
     Returns:
         output [B, T, H, V] in v's dtype, and the final state [B, H, K, V] float32.
     """
-    batch, _, heads, _ = meshes.spec_of(q)
-    row, per_head = P(batch, None, heads, None), P(batch, None, heads)
+    batch, tokens, heads, _ = meshes.spec_of(q)
+    cut = _cutting(tokens)
+    row, per_head = P(batch, tokens, heads, None), P(batch, tokens, heads)
     state = P(batch, heads, None, None)
 
     def run(q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids):
+        if cut:
+            operands = (q, k, v, decay_logits, beta_logits, A_log, dt_bias)
+            return recurrence.delta_rule(
+                operands, initial_state, segment_ids, lower_bound=lower_bound, axes=cut
+            )
         return pallas_kernels.kda(
             q, k, v, decay_logits, beta_logits,
             gate=pallas_kernels.KDAGate(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound),
@@ -65,7 +86,7 @@ def delta_attention(
     specs = (
         *(row, row, row, row, per_head, P(heads), P(heads, None)),
         None if initial_state is None else state,
-        None if segment_ids is None else P(batch, None),
+        None if segment_ids is None else P(batch, tokens),
     )
     return meshes.per_device(run, specs, (row, state))(
         q, k, v, decay_logits, beta_logits, A_log, dt_bias, initial_state, segment_ids

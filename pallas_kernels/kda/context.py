@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.kda.forms import Operands, run_form
+from pallas_kernels.kda.segments import continued_runs, run_ends
 from pallas_kernels.kda.transition import entering_states, run_transition
 
 # Device name -> programs that run at the same time. Others, CPUs among them, work through the heads
@@ -105,16 +106,4 @@ def _continues(ids: jax.Array) -> jax.Array:
     Returns:
         [pieces, B] bool; True where there is nothing before, or nothing in the piece.
     """
-    real = ids != 0
-    has_tokens = jnp.any(real, axis=-1)
-    length = ids.shape[-1]
-    take = lambda at: jnp.take_along_axis(ids, at[..., None], axis=-1)[..., 0]  # noqa: E731
-    first = take(jnp.argmax(real, axis=-1))
-    last = take(length - 1 - jnp.argmax(real[..., ::-1], axis=-1))
-
-    def step(id_before, piece):
-        has_tokens, first, last = piece
-        continues = ~has_tokens | (id_before == 0) | (first == id_before)
-        return jnp.where(has_tokens, last, id_before), continues
-
-    return jax.lax.scan(step, jnp.zeros_like(first[0]), (has_tokens, first, last))[1]
+    return continued_runs(*run_ends(ids))

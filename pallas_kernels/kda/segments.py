@@ -27,6 +27,41 @@ def number_runs(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.cumsum(opens_later_run, axis=1, dtype=jnp.int32), real
 
 
+def run_ends(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a stretch of tokens shows to those beside it.
+
+    Args:
+        ids: [..., T] integers, at least one token.
+
+    Returns:
+        (whether it has real tokens, the id of the first and of the last of them), all [...].
+    """
+    real = ids != 0
+    take = lambda at: jnp.take_along_axis(ids, at[..., None], axis=-1)[..., 0]  # noqa: E731
+    last = ids.shape[-1] - 1 - jnp.argmax(real[..., ::-1], axis=-1)
+    return jnp.any(real, axis=-1), take(jnp.argmax(real, axis=-1)), take(last)
+
+
+def continued_runs(has_tokens: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
+    """Whether the first run of each of R consecutive stretches is the one that ends before it.
+
+    Args:
+        has_tokens: [R, B] bool, as `run_ends` returns them.
+        first: [R, B] integers, likewise.
+        last: [R, B] integers, likewise.
+
+    Returns:
+        [R, B] bool; True where there is nothing before, or nothing in the stretch.
+    """
+
+    def step(id_before, stretch):
+        has_tokens, first, last = stretch
+        continues = ~has_tokens | (id_before == 0) | (first == id_before)
+        return jnp.where(has_tokens, last, id_before), continues
+
+    return jax.lax.scan(step, jnp.zeros_like(first[0]), (has_tokens, first, last))[1]
+
+
 def check_num_segments(segment_ids: jax.Array | None, num_segments: int | None) -> None:
     """Raise ValueError when concrete ids have a row with more than `num_segments` runs."""
     if segment_ids is None or num_segments is None or isinstance(segment_ids, jax.core.Tracer):

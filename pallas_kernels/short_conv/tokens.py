@@ -44,6 +44,32 @@ def token_kinds(segment_ids: jax.Array) -> jax.Array:
     return is_real.astype(jnp.int32) + starts.astype(jnp.int32)
 
 
+def last_inputs(x: jax.Array, segment_ids: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """Return the last `num` real inputs of a stretch of tokens, of whatever segments.
+
+    Args:
+        x: inputs [B, T, H, K].
+        segment_ids: [B, T].
+        num: how many.
+
+    Returns:
+        inputs [B, num, H, K], oldest first, and their ids [B, num]; what is missing has id 0 and
+        stands first.
+    """
+    last_real = _last_real(segment_ids != 0)
+    index, found = last_real[:, -1], []
+    for _ in range(num):
+        found.append(index)
+        before = jnp.take_along_axis(last_real, jnp.maximum(index, 0)[:, None], axis=1)[:, 0]
+        index = jnp.where(index >= 0, before, -1)
+    index = jnp.stack(found[::-1], axis=1)
+    clipped = jnp.maximum(index, 0)
+    ids = jnp.take_along_axis(segment_ids, clipped, axis=1)
+    inputs = jnp.take_along_axis(x, clipped[:, :, None, None], axis=1)
+    is_real = index >= 0
+    return jnp.where(is_real[:, :, None, None], inputs, 0), jnp.where(is_real, ids, 0)
+
+
 def inputs_before(
     x: jax.Array,
     kinds: jax.Array | None,
