@@ -1,16 +1,20 @@
-"""Routing and the routed experts' product, each device on its own tokens."""
+"""Routing, and the routed experts on the tokens of a mesh."""
 
-from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import meshes
-import pallas_kernels
-from k3jax.precision import matmul_precision
+from k3jax.errors import UserError
+from k3jax.ops.expert_product import Activation, Pieces, expert_product
+from k3jax.ops.expert_rows import combine, dispatch, sort_by_expert
+from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
+from meshes import EXPERT, TENSOR, axes_of
 from pallas_kernels import MXFP4
-from pallas_kernels.grouped_matmul import choose
+from pallas_kernels.mxfp4 import GROUP
 
 
 def select_experts(
@@ -57,122 +61,161 @@ def routed_experts(
     gate: jax.Array | MXFP4,  # [E, C, F]
     up: jax.Array | MXFP4,  # [E, C, F]
     down: jax.Array | MXFP4,  # [E, F, C]
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
-    """sum_r weights_r * expert_{ids_r}(x), accumulated in float32, in x's dtype; [B, T, C]."""
+    activation: Activation,
+    *,
+    parallel: Parallel = DEFAULT_PARALLEL,
+    with_load: bool = False,
+) -> jax.Array | tuple[jax.Array, dict[str, jax.Array] | None]:
+    """sum_r weights_r * expert_{ids_r}(x), accumulated in float32, in x's dtype; [B, T, C].
+
+    On a mesh the experts lie on the expert axis. Tokens that lie on it, too, travel to ranks that
+    hold their experts and back (`meshes.dispatch`, `meshes.collect`); tokens that do not are read
+    by every rank, which adds what its own experts give (small batches at inference). The hidden
+    width F is cut over the tensor axis, and the result is complete: summed over both.
+
+    With `with_load` also returns what the exchange moved (`load_of_exchange`), summed over the
+    devices, or None where nothing travels.
+
+    Raises:
+        UserError: the experts do not divide by the expert axis, or F by the tensor axis.
+    """
     batch, tokens, _ = meshes.spec_of(x)
-    row = P(batch, tokens, None)
+    matrices = (gate, up, down)
+    ranks, tensor = meshes.axis_size(EXPERT), meshes.axis_size(TENSOR)
+    _check_sizes(gate, ranks, tensor)
+    is_cut_over_tensor = TENSOR in axes_of(tokens)
+    token_axes = (*axes_of(batch), *axes_of(tokens))
+    travels = ranks > 1 and EXPERT in token_axes
+    specs, pieces = _placement(matrices, ranks, tensor)
 
-    def expert(rows, matrices):  # the whole expert at once: no hidden activation is stored
-        gate, up, down = matrices
-        precision = matmul_precision(rows.dtype)
-        hidden = activation(
-            jnp.matmul(rows, gate, precision=precision),
-            jnp.matmul(rows, up, precision=precision),
-        )
-        return jnp.matmul(hidden, down, precision=precision)
-
-    def run(x, ids, weights, real, gate, up, down):
-        shape = x.shape
-        num_experts, routes = gate.shape[0], ids.shape[-1]
-        ids = ids.reshape(-1, routes)
+    def run(x, ids, weights, real, *matrices):
+        if is_cut_over_tensor:  # each device has a part of every expert: it needs all rows
+            whole = lambda a: jax.lax.all_gather(a, TENSOR, axis=1, tiled=True)  # noqa: E731
+            x, ids, weights, real = jax.tree.map(whole, (x, ids, weights, real))
+        shape, routes, num_experts = x.shape, ids.shape[-1], gate.shape[0]
+        rows, ids = x.reshape(-1, shape[-1]), ids.reshape(-1, routes)
+        weights = weights.reshape(-1, routes)
         if real is not None:
             ids = jnp.where(real.reshape(-1, 1), ids, num_experts)
-        with jax.named_scope("dispatch"):
-            plan = sort_by_expert(ids, num_experts)
-            rows = dispatch(x.reshape(-1, shape[-1]), plan)
-        dtype = rows.dtype
-        sizes = plan["group_sizes"]
+        load = None
+        if travels:
+            out, load = _exchanged(
+                rows, ids, weights, matrices, pieces, num_experts, activation, parallel
+            )
+        else:
+            if ranks > 1:
+                ids = _own_experts(ids, num_experts // ranks)
+            out = _local(rows, ids, weights, matrices, pieces, activation)
+        out = out.reshape(shape)
+        # Complete before it leaves: the norm that follows must see the whole sum.
+        if ranks > 1 and not travels:
+            out = jax.lax.psum(out, EXPERT)
+        if is_cut_over_tensor:
+            out = jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
+        elif tensor > 1:
+            out = jax.lax.psum(out, TENSOR)
+        if not (with_load and travels):
+            return out
+        sums = tuple(axis for axis in token_axes if axis != TENSOR)
+        return out, jax.tree.map(lambda a: jax.lax.psum(a, sums), load)
 
-        matrices = (gate, up, down)
-        is_packed = any(isinstance(w, MXFP4) for w in matrices)
-        matrices = tuple(w if isinstance(w, MXFP4) else w.astype(dtype) for w in matrices)
-        has_kernel = choose("grouped_glu", None, rows, *matrices[:2]) != "xla"
-        if dtype == jnp.float32 and not is_packed and not has_kernel:
-            out = pallas_kernels.grouped_apply(expert, rows, matrices, sizes)
-        else:  # the release rounds the hidden activation to the model's type
-            hidden = pallas_kernels.grouped_glu(rows, *matrices[:2], sizes, activation=activation)
-            out = pallas_kernels.grouped_matmul(hidden, matrices[2], sizes)
-        with jax.named_scope("combine"):
-            return combine(out, weights.reshape(-1, routes), plan).reshape(shape)
+    row = P(batch, tokens, None)
+    in_specs = (row, row, row, None if real is None else P(batch, tokens), *specs)
+    out_specs = (row, P()) if with_load and travels else row
+    result = meshes.per_device(run, in_specs, out_specs)(x, ids, weights, real, *matrices)
+    return (result, None) if with_load and not travels else result
 
-    specs = (
-        *(row, row, row),
-        None if real is None else P(batch, tokens),
-        *(P(None, None, None),) * 3,
+
+def _exchanged(rows, ids, weights, matrices, pieces, num_experts, activation, parallel: Parallel):
+    """Rows travel to the experts and back, in chunks that do not wait for one another."""
+    edges = np.linspace(0, len(ids), min(parallel.expert_chunks, len(ids)) + 1).astype(int)
+    chunks = [slice(*pair) for pair in zip(edges[:-1], edges[1:])]
+    with jax.named_scope("dispatch"):
+        # The counts of every chunk travel first: all plans are ready before any row moves.
+        counts = [meshes.exchange_counts(ids[chunk], num_experts) for chunk in chunks]
+        exchanges = [
+            meshes.dispatch(
+                rows[chunk],
+                ids[chunk],
+                num_experts=num_experts,
+                mode=parallel.expert_mode,
+                transport=parallel.transport,
+                node_size=parallel.node_size,
+                capacity_factor=parallel.capacity_factor,
+                counts=count,
+            )
+            for chunk, count in zip(chunks, counts)
+        ]
+    fetches = parallel.expert_mode == "balanced"
+    results = expert_product(
+        tuple(e.rows for e in exchanges),
+        tuple(e.group_sizes for e in exchanges),
+        tuple(dataclasses.replace(e, rows=None) if fetches else None for e in exchanges),
+        matrices,
+        pieces,
+        activation,
     )
-    return meshes.per_device(run, specs, row)(x, ids, weights, real, gate, up, down)
+    with jax.named_scope("combine"):
+        parts = [
+            meshes.collect(result, weights[chunk], exchange)
+            for result, chunk, exchange in zip(results, chunks, exchanges)
+        ]
+    return jnp.concatenate(parts), exchanges, counts
 
 
-def sort_by_expert(ids: jax.Array, num_experts: int) -> dict[str, jax.Array]:
-    """Order of the rows (token, route) by expert, stable in the token order.
-
-    Args:
-        ids: [N, R] int32; `num_experts` marks a row that no expert receives (sorted last).
-        num_experts: E.
-
-    Returns:
-        token_of_row [N*R], row_of_route [N, R] and group_sizes [E], all int32.
-    """
-    flat = ids.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    rows = (
-        jnp.zeros_like(flat)
-        .at[order]
-        .set(jnp.arange(flat.size, dtype=jnp.int32), unique_indices=True)
-    )
-    sizes = jnp.zeros((num_experts + 1,), jnp.int32).at[flat].add(1)[:num_experts]
-    return {
-        "token_of_row": (order // ids.shape[1]).astype(jnp.int32),
-        "row_of_route": rows.reshape(ids.shape),
-        "group_sizes": sizes,
-    }
+def _local(rows, ids, weights, matrices, pieces: Pieces, activation) -> jax.Array:
+    """Every row on this device with the experts it holds; other ids are left out."""
+    with jax.named_scope("dispatch"):
+        plan = sort_by_expert(ids, matrices[0].shape[0])
+        sorted_rows = dispatch(rows, plan)
+    sizes = plan["group_sizes"]
+    (out,) = expert_product((sorted_rows,), (sizes,), (None,), matrices, pieces, activation)
+    with jax.named_scope("combine"):
+        return combine(out, weights, plan)
 
 
-@jax.custom_vjp
-def dispatch(x: jax.Array, plan: dict[str, jax.Array]) -> jax.Array:
-    """Copy token rows x [N, C] to expert order [N*R, C].
-
-    Its gradient is a gather, too (each token sums its R rows): a scatter-add would serialise.
-    """
-    return x.at[plan["token_of_row"]].get(mode="promise_in_bounds")
+def _own_experts(ids: jax.Array, num_own: int) -> jax.Array:
+    """Ids counted from this rank's first expert; those of other ranks become `num_own`."""
+    own = ids - jax.lax.axis_index(EXPERT) * num_own
+    return jnp.where((own >= 0) & (own < num_own), own, num_own)
 
 
-def _dispatch_forward(x, plan):
-    return dispatch(x, plan), plan
+def _check_sizes(gate: jax.Array | MXFP4, ranks: int, tensor: int) -> None:
+    num_experts, _, hidden = gate.shape
+    if num_experts % ranks:
+        raise UserError(
+            f"num_experts={num_experts} must be divisible by the expert axis of {ranks} devices; "
+            f"use MeshShape(expert={np.gcd(num_experts, ranks)})"
+        )
+    unit = GROUP if isinstance(gate, MXFP4) and tensor > 1 else 1
+    if hidden % (tensor * unit):
+        groups = f" in groups of {unit}, which share a scale in MXFP4," if unit > 1 else ""
+        fits = np.gcd(hidden // unit, tensor) if hidden % unit == 0 else 1
+        raise UserError(
+            f"expert_hidden_dim={hidden}{groups} must be divisible by the tensor axis of {tensor} "
+            f"devices; use MeshShape(tensor={fits})"
+        )
 
 
-def _dispatch_backward(plan, dy):
-    dx = dy.at[plan["row_of_route"]].get(mode="promise_in_bounds")
-    return dx.astype(jnp.float32).sum(1).astype(dy.dtype), None
+def _placement(matrices, ranks: int, tensor: int) -> tuple[tuple, Pieces]:
+    """Specs of the three matrices, and of each of their arrays the axes to gather over."""
+    pieces = []
 
+    def place(leaf, roles):
+        entries, stored = [], []
+        for role, entry in zip(roles, meshes.spec_of(leaf), strict=True):
+            own = {"e": (EXPERT,) if ranks > 1 else (), "f": (TENSOR,) if tensor > 1 else ()}
+            storage = tuple(a for a in axes_of(entry) if a not in (EXPERT, TENSOR))
+            entries.append((*own.get(role, ()), *storage) or None)
+            stored.append(storage)
+        pieces.append(tuple(stored))
+        return P(*entries)
 
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+    def spec(matrix, roles):
+        if isinstance(matrix, MXFP4):  # stored [E, out, in]
+            packed = roles[0] + roles[2] + roles[1]
+            return MXFP4(place(matrix.codes, packed), place(matrix.scales, packed))
+        return place(matrix, roles)
 
-
-@jax.custom_vjp
-def combine(y: jax.Array, weights: jax.Array, plan: dict[str, jax.Array]) -> jax.Array:
-    """sum_r weights[n, r] * y[row of (n, r)] in float32: [N*R, C], [N, R] -> [N, C]."""
-    rows = y.at[plan["row_of_route"]].get(mode="promise_in_bounds")
-    return jnp.einsum("nrc,nr->nc", rows.astype(jnp.float32), weights).astype(y.dtype)
-
-
-def _combine_forward(y, weights, plan):
-    return combine(y, weights, plan), (y, weights, plan)
-
-
-def _combine_backward(residuals, dout):
-    y, weights, plan = residuals
-    dout32 = dout.astype(jnp.float32)
-    rows = y.at[plan["row_of_route"]].get(mode="promise_in_bounds")
-    dweights = jnp.einsum("nrc,nc->nr", rows.astype(jnp.float32), dout32)
-    weight_of_row = (
-        jnp.zeros((y.shape[0],), jnp.float32)
-        .at[plan["row_of_route"].reshape(-1)]
-        .set(weights.reshape(-1), unique_indices=True)
-    )
-    dy = dout32.at[plan["token_of_row"]].get(mode="promise_in_bounds") * weight_of_row[:, None]
-    return dy.astype(y.dtype), dweights, None
-
-
-combine.defvjp(_combine_forward, _combine_backward)
+    specs = tuple(map(spec, matrices, ("ecf", "ecf", "efc")))
+    return specs, tuple(pieces)
