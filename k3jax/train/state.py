@@ -92,12 +92,13 @@ class ModelParts:
         if not meshes.has_mesh():
             return with_sharding(abstract, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
         mesh = jax.sharding.get_mesh()
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, leaf.sharding.spec)
-            ),
-            abstract,
-        )
+
+        def place(leaf):  # no sharding: the same on every device
+            spec = jax.P() if leaf.sharding is None else leaf.sharding.spec
+            sharding = jax.NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(place, abstract)
 
 
 def to_tree(state: TrainState) -> dict:
