@@ -132,6 +132,7 @@ class K3(nnx.Module):
         *,
         decode: bool = False,
         statistics: bool = False,
+        auxiliary: bool = False,
         trace: bool = False,
         remat: Remat = "none",
         scan: bool = True,
@@ -149,6 +150,7 @@ class K3(nnx.Module):
             segment_ids=segment_ids,
             decode=decode,
             statistics=statistics,
+            auxiliary=auxiliary,
             trace=trace,
             parallel=parallel,
         )
@@ -215,7 +217,13 @@ class K3(nnx.Module):
         num_tokens = jnp.int32(tokens.size)
         if segment_ids is not None:
             num_tokens = (jnp.asarray(segment_ids) != 0).sum(dtype=jnp.int32)
-        return RouterStatistics(counts, stack_collected(collected, "histogram"), num_tokens)
+        return RouterStatistics(
+            counts,
+            stack_collected(collected, "histogram"),
+            num_tokens,
+            score_sums=stack_collected(collected, "score_sums"),
+            load=stack_collected(collected, "exchange_load"),
+        )
 
     def router_bias_rows(self) -> dict[str, np.ndarray]:
         """Variable name of each router bias -> its MoE layer numbers (the rows of statistics)."""
@@ -330,8 +338,8 @@ def _enter(context: CallContext, caches: Caches, tokens: jax.Array):
     return context, valid, several | ~fits
 
 
-def stack_collected(collected, key: str) -> jax.Array | None:
-    """Arrays gathered per segment and unit position -> one array with layers in depth order.
+def stack_collected(collected, key: str):
+    """Arrays (or trees) found per segment and unit position -> one, with layers in depth order.
 
     Every found array has a leading dimension over its segment's repeats; repeats and positions
     interleave, since depth runs through a unit before the next repeat.
@@ -340,6 +348,10 @@ def stack_collected(collected, key: str) -> jax.Array | None:
     for unit in collected:
         found = [position[key] for position in unit if key in position]
         if found:
-            stacked = jnp.stack(found, axis=1)
-            parts.append(stacked.reshape(-1, *stacked.shape[2:]))
-    return jnp.concatenate(parts) if parts else None
+            parts.append(jax.tree.map(_interleave, *found))
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts) if parts else None
+
+
+def _interleave(*positions: jax.Array) -> jax.Array:
+    stacked = jnp.stack(positions, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])

@@ -43,6 +43,7 @@ def next_token_loss(
     *,
     targets: jax.Array | None = None,
     remat: Remat = "none",
+    auxiliary: bool = False,
     parallel: ops.Parallel = ops.DEFAULT_PARALLEL,
 ) -> tuple[jax.Array, dict]:
     """Mean cross entropy, in nats, of each token given those before it in its segment.
@@ -56,6 +57,7 @@ def next_token_loss(
         targets: [B, T] bool, the tokens to predict (those of `chat.encode(...).targets`, say);
             with media of the grown tokens. None: all of them.
         remat: see `K3.forward`.
+        auxiliary: the statistics hold what `auxiliary_loss` needs, with its gradient.
         parallel: see `K3.forward`.
 
     Returns:
@@ -70,14 +72,13 @@ def next_token_loss(
             f"targets {np.shape(targets)} must have the shape of tokens {np.shape(tokens)}; with "
             "media, grow both first (k3jax.media.grow_placeholders)"
         )
-    return _loss(model, tokens, segment_ids, media, targets, remat=remat, parallel=parallel)
+    options = {"remat": remat, "auxiliary": auxiliary, "parallel": parallel}
+    return _loss(model, tokens, segment_ids, media, targets, **options)
 
 
-def _loss_arrays(model, tokens, segment_ids, media, targets, *, remat, parallel):
+def _loss_arrays(model, tokens, segment_ids, media, targets, **options):
     tokens = jnp.asarray(tokens)
-    found = model.run(
-        tokens, segment_ids, None, media, statistics=True, remat=remat, parallel=parallel
-    )
+    found = model.run(tokens, segment_ids, None, media, statistics=True, **options)
     # The next token may lie on another device: these few bytes are whole rows everywhere.
     tokens, segment_ids, targets = map(whole_rows, (tokens, segment_ids, targets))
     ignored = None if media is None else model.cfg.media_placeholder_id
@@ -107,4 +108,4 @@ def whole_rows(array: jax.Array | None) -> jax.Array | None:
     return meshes.reshard(array, P(meshes.spec_of(array)[0], None))
 
 
-_loss = debug.compiled(_loss_arrays, static_argnames=("remat", "parallel"))
+_loss = debug.compiled(_loss_arrays, static_argnames=("remat", "auxiliary", "parallel"))

@@ -1,12 +1,16 @@
-"""Quantile Balancing of the routers (K3 report 2.3.3 and appendix D).
+"""Balancing of the routers, above all Quantile Balancing (K3 report 2.3.3 and appendix D).
 
 With s = scores, b = bias and alpha = the (k+1)-th largest of s + b of a token, the new bias of an
 expert is the (k/n)-quantile of r = alpha - s over all tokens of the step, minus the mean over
 experts. Training keeps a histogram of r instead of r itself: integer counts add exactly over
 micro-batches and devices, whatever their order.
+
+For comparison there are two older rules: a bias that moves by a fixed rate toward the experts with
+too few rows (`sign_bias`), and a loss beside the training loss (`auxiliary_loss`).
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +18,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshes
+from k3jax.ops.expert_load import ExchangeLoad
 from k3jax.nn.parameters import RouterBias
 
 NUM_BINS = 1000
+Rule = Literal["quantile", "sign", "aux", "none"]
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +33,9 @@ class RouterStatistics:
     expert_counts: jax.Array  # [M, E] int32: rows each expert received, padding excluded
     histogram: jax.Array  # [M, E, NUM_BINS] int32 of alpha - s
     num_tokens: jax.Array  # [] int32: real tokens
+    # [M, E] float32: scores as shares of their token's sum; where `auxiliary` was asked for.
+    score_sums: jax.Array | None = None
+    load: ExchangeLoad | None = None  # [M, ...]; where rows travel between devices
 
     def __add__(self, other: "RouterStatistics") -> "RouterStatistics":
         return jax.tree.map(jnp.add, self, other)
@@ -74,6 +83,35 @@ def count_step(
     )
 
 
+def sum_scores(scores: jax.Array, real: jax.Array | None) -> jax.Array:
+    """Each expert's part of the scores [B, T, E] of a token, summed over real tokens; [E]."""
+    if real is not None:
+        scores = jnp.where(real[..., None], scores, 0.0)
+    shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
+    return shares.sum((0, 1))
+
+
+def auxiliary_loss(statistics: RouterStatistics, experts_per_token: int) -> jax.Array:
+    """Load-balancing loss (Fedus et al. 2021, eq. 4; several routes as in DeepSeek-MoE), [].
+
+    sum over layers of sum_e f_e P_e, with f_e the expert's rows over the mean of all experts and
+    P_e its mean part of the scores. 1 per layer when the load is even; the gradient reaches P only.
+    """
+    counts, sums = statistics.expert_counts, statistics.score_sums
+    tokens = jnp.maximum(statistics.num_tokens, 1).astype(jnp.float32)
+    load = counts.astype(jnp.float32) * counts.shape[-1] / (tokens * experts_per_token)
+    return (load * sums / tokens).sum()
+
+
+def sign_bias(counts: jax.Array, bias: jax.Array, rate: float) -> jax.Array:
+    """The bias [..., E] raised by `rate` where an expert has fewer rows than the mean, or lowered.
+
+    The rule of auxiliary-loss-free balancing (Wang et al. 2024).
+    """
+    counts = counts.astype(jnp.float32)
+    return bias + rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
+
+
 def histogram_bias(
     histogram: jax.Array,  # [..., E, NUM_BINS] int32
     num_tokens: jax.Array,  # [] int32
@@ -114,12 +152,26 @@ def exact_bias(scores: jax.Array, bias: jax.Array, experts_per_token: int) -> ja
     return new - new.mean()
 
 
-def balance_routers(model: nnx.Module, statistics: RouterStatistics) -> nnx.Module:
+def balance_routers(
+    model: nnx.Module,
+    statistics: RouterStatistics,
+    *,
+    rule: Rule = "quantile",
+    sign_rate: float = 1e-3,
+) -> nnx.Module:
     """The model with every router bias moved by the statistics of one optimizer step.
 
     Call it once per step, after the statistics of all its micro-batches were added; the new bias
     is used from the next step on. Rows of the statistics are MoE layers in depth order.
+
+    Args:
+        model: the model of the step.
+        statistics: of all its micro-batches.
+        rule: "quantile" (`histogram_bias`) or "sign" (`sign_bias`); "aux" and "none" move no bias.
+        sign_rate: step of the sign rule.
     """
+    if rule in ("aux", "none"):
+        return model
     from k3jax.nn.parameters import named_variables
 
     biases = model.router_bias_rows()
@@ -127,12 +179,13 @@ def balance_routers(model: nnx.Module, statistics: RouterStatistics) -> nnx.Modu
     for name, variable in named_variables(model).items():
         if isinstance(variable, RouterBias):
             rows = jnp.asarray(biases[name])
-            replaced[id(variable)] = histogram_bias(
-                statistics.histogram[rows],
-                statistics.num_tokens,
-                variable[...],
-                model.cfg.moe.experts_per_token,
-            )
+            bias = variable[...]
+            if rule == "sign":
+                new = sign_bias(statistics.expert_counts[rows], bias, sign_rate)
+            else:
+                histogram, k = statistics.histogram[rows], model.cfg.moe.experts_per_token
+                new = histogram_bias(histogram, statistics.num_tokens, bias, k)
+            replaced[id(variable)] = new
     return jax.tree.map(
         lambda leaf: leaf.replace(replaced[id(leaf)]) if id(leaf) in replaced else leaf,
         model,

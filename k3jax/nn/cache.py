@@ -40,6 +40,8 @@ class CallContext:
     fits: jax.Array | None = None  # [] bool; False = the write would pass the end of the cache
     decode: bool = dataclasses.field(default=False, metadata={"static": True})
     statistics: bool = dataclasses.field(default=False, metadata={"static": True})
+    # With statistics: also what the auxiliary loss of routers needs, with its gradient.
+    auxiliary: bool = dataclasses.field(default=False, metadata={"static": True})
     trace: bool = dataclasses.field(default=False, metadata={"static": True})
     parallel: ops.Parallel = dataclasses.field(
         default=ops.DEFAULT_PARALLEL, metadata={"static": True}

@@ -6,7 +6,7 @@ from flax import nnx
 
 from k3jax import ops
 from k3jax.config import K3Config
-from k3jax.nn.balancing import count_step
+from k3jax.nn.balancing import count_step, sum_scores
 from k3jax.nn.cache import CallContext
 from k3jax.nn.feed_forward import GatedMLP, gated_activation
 from k3jax.nn.initializers import Normal
@@ -58,7 +58,7 @@ class LatentMoE(nnx.Module):
             if moe.latent_dim is not None:
                 latent = ops.dense("btd,dc->btc", x, self.latent_down[...])
             real = None if context.segment_ids is None else context.segment_ids != 0
-            out = ops.routed_experts(
+            routed = ops.routed_experts(
                 latent,
                 ids,
                 weights,
@@ -67,7 +67,12 @@ class LatentMoE(nnx.Module):
                 self.expert_up[...],
                 self.expert_down[...],
                 gated_activation(self.cfg),
+                parallel=context.parallel,
+                with_load=context.statistics,
             )
+            out, load = routed if context.statistics else (routed, None)
+            if load is not None:
+                collected["exchange_load"] = load
             if moe.latent_dim is not None:
                 if moe.latent_norm:
                     out = self.latent_norm(out)
@@ -102,6 +107,8 @@ class LatentMoE(nnx.Module):
             real = None if context.segment_ids is None else context.segment_ids != 0
             counts, histogram = count_step(scores, ids, cutoff, bias, real)
             collected["expert_counts"], collected["histogram"] = counts, histogram
+            if context.auxiliary:
+                collected["score_sums"] = sum_scores(scores, real)
         if context.trace:
             order = jnp.argsort(ids, axis=-1)
             collected["expert_ids"] = jnp.take_along_axis(ids, order, axis=-1)

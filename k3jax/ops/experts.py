@@ -1,6 +1,10 @@
 """Routing, and the routed experts on the tokens of a mesh."""
 
 import dataclasses
+import functools
+import itertools
+import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 from k3jax.errors import UserError
+from k3jax.ops.expert_load import ExchangeLoad, measure_exchange
 from k3jax.ops.expert_product import Activation, Pieces, expert_product
 from k3jax.ops.expert_rows import combine, dispatch, sort_by_expert
 from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
@@ -65,7 +70,7 @@ def routed_experts(
     *,
     parallel: Parallel = DEFAULT_PARALLEL,
     with_load: bool = False,
-) -> jax.Array | tuple[jax.Array, dict[str, jax.Array] | None]:
+) -> jax.Array | tuple[jax.Array, ExchangeLoad | None]:
     """sum_r weights_r * expert_{ids_r}(x), accumulated in float32, in x's dtype; [B, T, C].
 
     On a mesh the experts lie on the expert axis. Tokens that lie on it, too, travel to ranks that
@@ -73,8 +78,7 @@ def routed_experts(
     by every rank, which adds what its own experts give (small batches at inference). The hidden
     width F is cut over the tensor axis, and the result is complete: summed over both.
 
-    With `with_load` also returns what the exchange moved (`load_of_exchange`), summed over the
-    devices, or None where nothing travels.
+    With `with_load` also returns what the exchange of all devices moved, or None without one.
 
     Raises:
         UserError: the experts do not divide by the expert axis, or F by the tensor axis.
@@ -116,8 +120,9 @@ def routed_experts(
             out = jax.lax.psum(out, TENSOR)
         if not (with_load and travels):
             return out
-        sums = tuple(axis for axis in token_axes if axis != TENSOR)
-        return out, jax.tree.map(lambda a: jax.lax.psum(a, sums), load)
+        # Devices along the other two axes report the same exchange.
+        sums = tuple(axis for axis in token_axes if axis not in (EXPERT, TENSOR))
+        return out, jax.tree.map(lambda a: jax.lax.psum(a, sums) if sums else a, load)
 
     row = P(batch, tokens, None)
     in_specs = (row, row, row, None if real is None else P(batch, tokens), *specs)
@@ -129,7 +134,7 @@ def routed_experts(
 def _exchanged(rows, ids, weights, matrices, pieces, num_experts, activation, parallel: Parallel):
     """Rows travel to the experts and back, in chunks that do not wait for one another."""
     edges = np.linspace(0, len(ids), min(parallel.expert_chunks, len(ids)) + 1).astype(int)
-    chunks = [slice(*pair) for pair in zip(edges[:-1], edges[1:])]
+    chunks = [slice(*pair) for pair in itertools.pairwise(edges)]
     with jax.named_scope("dispatch"):
         # The counts of every chunk travel first: all plans are ready before any row moves.
         counts = [meshes.exchange_counts(ids[chunk], num_experts) for chunk in chunks]
@@ -160,7 +165,24 @@ def _exchanged(rows, ids, weights, matrices, pieces, num_experts, activation, pa
             meshes.collect(result, weights[chunk], exchange)
             for result, chunk, exchange in zip(results, chunks, exchanges)
         ]
-    return jnp.concatenate(parts), exchanges, counts
+    measure = functools.partial(
+        measure_exchange,
+        node_size=parallel.node_size,
+        is_hierarchical=parallel.transport == "hierarchical",
+        row_bytes=rows.dtype.itemsize * rows.shape[-1],
+        expert_bytes=_expert_bytes(matrices, pieces, rows.dtype),
+    )
+    return jnp.concatenate(parts), functools.reduce(operator.add, map(measure, exchanges, counts))
+
+
+def _expert_bytes(matrices, pieces: Pieces, dtype) -> int:
+    """Bytes of one whole expert of this rank as it is fetched."""
+    total = 0
+    for leaf, axes in zip(jax.tree.leaves(matrices), pieces, strict=True):
+        parts = math.prod(meshes.axis_size(axis) for entry in axes for axis in entry)
+        itemsize = 1 if leaf.dtype == jnp.uint8 else dtype.itemsize
+        total += leaf.size // leaf.shape[0] * parts * itemsize
+    return total
 
 
 def _local(rows, ids, weights, matrices, pieces: Pieces, activation) -> jax.Array:
