@@ -50,13 +50,14 @@ class LatentAttention(nnx.Module):
         """X [B, T, D] -> [B, T, D], and the cache with this call's latents."""
         mla = self.cfg.mla
         with jax.named_scope("mla"):
-            q = self._query(x)
+            q = self._query(x, context)
             joint = ops.dense("btd,dc->btc", x, self.kv_a[...])
             latent = self.kv_norm(joint[..., : mla.kv_lora_rank])
             k_rope = joint[..., mla.kv_lora_rank :]
             segment_ids, offset = context.segment_ids, 0
             kv_segment_ids = segment_ids
             if cache is not None:
+                latent, k_rope = ops.whole_tokens(latent), ops.whole_tokens(k_rope)
                 cache = MLACache(
                     write_columns(cache.latent, latent, context),
                     write_columns(cache.k_rope, k_rope, context),
@@ -75,22 +76,27 @@ class LatentAttention(nnx.Module):
                     nope_dim=mla.qk_nope_head_dim,
                 )
             else:
-                expanded = ops.dense("btc,chn->bthn", latent, self.kv_b[...])
                 output = ops.latent_attention(
                     q,
-                    expanded[..., : mla.qk_nope_head_dim],
+                    latent,
                     k_rope,
-                    expanded[..., mla.qk_nope_head_dim :],
+                    self.kv_b[...],
+                    nope_dim=mla.qk_nope_head_dim,
                     segment_ids=segment_ids,
                     kv_segment_ids=kv_segment_ids,
                     q_offset=offset,
+                    parallel=context.parallel,
                 )
             if mla.output_gate:
                 output = output * jax.nn.sigmoid(ops.dense("btd,dhv->bthv", x, self.g_proj[...]))
             return ops.dense("bthv,hvd->btd", output, self.o_proj[...]), cache
 
-    def _query(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, H, n + r]
+    def _query(self, x: jax.Array, context: CallContext) -> jax.Array:
+        """[B, T, D] -> [B, T, H, n + r], in the order of tokens that attention wants."""
+        is_balanced = context.parallel.context_layout == "balanced" and not context.decode
+        balance = ops.balance_tokens if is_balanced else lambda x: x
         if self.cfg.mla.q_lora_rank is None:
-            return ops.dense("btd,dhk->bthk", x, self.q_proj[...])
+            return balance(ops.dense("btd,dhk->bthk", x, self.q_proj[...]))
         rank = self.q_norm(ops.dense("btd,dr->btr", x, self.q_a[...]))
-        return ops.dense("btr,rhk->bthk", rank, self.q_b[...])
+        # Of what is on the way to the queries this is narrowest.
+        return ops.dense("btr,rhk->bthk", balance(ops.whole_over_tensor(rank)), self.q_b[...])

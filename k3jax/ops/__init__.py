@@ -1,6 +1,6 @@
 """Functions on sharded arrays: what modules call."""
 
-from k3jax.ops.dense import dense, embed
+from k3jax.ops.dense import dense, embed, whole_over_tensor
 from k3jax.ops.elementwise import (
     gated_rms_norm,
     gelu,
@@ -9,9 +9,11 @@ from k3jax.ops.elementwise import (
     situ,
     swiglu,
 )
+from k3jax.ops.expert_load import ExchangeLoad
 from k3jax.ops.experts import gather_scores, routed_experts, select_experts
 from k3jax.ops.explain import explain_kernels
 from k3jax.ops.kda import delta_attention, delta_attention_step, short_conv
+from k3jax.ops.layout import balance_tokens, whole_tokens
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.mla import latent_attention, latent_attention_step
 from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
@@ -34,9 +36,11 @@ from pallas_kernels.kda import l2_normalize
 
 __all__ = [
     "DEFAULT_PARALLEL",
+    "ExchangeLoad",
     "FeaturePlaces",
     "Parallel",
     "PatchPlaces",
+    "balance_tokens",
     "cross_entropy",
     "delta_attention",
     "delta_attention_step",
@@ -67,4 +71,6 @@ __all__ = [
     "short_conv",
     "situ",
     "swiglu",
+    "whole_over_tensor",
+    "whole_tokens",
 ]

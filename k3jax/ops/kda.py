@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 import meshes
 import pallas_kernels
 from k3jax.ops import recurrence
-from meshes import axes_of
+from k3jax.ops.layout import cutting
 
 
 def short_conv(
@@ -21,7 +21,7 @@ def short_conv(
     Tokens may be cut over mesh axes; the final state is whole on all of them.
     """
     batch, tokens, heads, _ = meshes.spec_of(x)
-    cut = _cutting(tokens)
+    cut = cutting(tokens)
     row, state = P(batch, tokens, heads, None), P(batch, None, heads, None)
 
     def run(x, weight, segment_ids, initial_state):
@@ -38,11 +38,6 @@ def short_conv(
         None if initial_state is None else state,
     )
     return meshes.per_device(run, specs, (row, state))(x, weight, segment_ids, initial_state)
-
-
-def _cutting(entry) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec that have more than one device."""
-    return tuple(axis for axis in axes_of(entry) if meshes.axis_size(axis) > 1)
 
 
 def delta_attention(
@@ -66,7 +61,7 @@ def delta_attention(
         output [B, T, H, V] in v's dtype, and the final state [B, H, K, V] float32.
     """
     batch, tokens, heads, _ = meshes.spec_of(q)
-    cut = _cutting(tokens)
+    cut = cutting(tokens)
     row, per_head = P(batch, tokens, heads, None), P(batch, tokens, heads)
     state = P(batch, heads, None, None)
 

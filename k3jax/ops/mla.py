@@ -6,50 +6,92 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 import pallas_kernels
+from k3jax.ops.dense import whole_over_tensor
+from k3jax.ops.layout import chunks_of, cutting, from_balanced, num_ranks, to_balanced
+from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
 from k3jax.precision import matmul_precision
 
 
 def latent_attention(
     q: jax.Array,  # [B, T, H, n + r]
-    k_nope: jax.Array,  # [B, S, H, n]
+    latent: jax.Array,  # [B, S, C] after its norm
     k_rope: jax.Array,  # [B, S, r], shared by all heads, never rotated
-    v: jax.Array,  # [B, S, H, V]
+    kv_b: jax.Array,  # [C, H, n + V], expands a latent to keys and values
     *,
+    nope_dim: int,
     segment_ids: jax.Array | None = None,  # [B, T]
     kv_segment_ids: jax.Array | None = None,  # [B, S]
     q_offset: int | jax.Array = 0,
+    parallel: Parallel = DEFAULT_PARALLEL,
 ) -> jax.Array:
-    """Causal softmax attention, scale (n + r)^-0.5; [B, T, H, V] in v's dtype.
+    """Causal softmax attention, scale (n + r)^-0.5; [B, T, H, V] in q's dtype.
 
     `q_offset` is the key position of the first query (the number of cached tokens).
+
+    Where mesh axes cut the tokens, the latents travel, not the keys: C + r numbers per token
+    instead of H (n + V). With `parallel.attention="gather"` every device gets all of them and
+    expands them for its own queries; "ring" passes those of one device after the other around.
+    With `parallel.context_layout="balanced"` q must come in balanced order
+    (`k3jax.ops.balance_tokens`); the result is in order.
     """
-    batch, _, heads, _ = meshes.spec_of(q)
-    row = P(batch, None, heads, None)
-    scale = q.shape[-1] ** -0.5
+    batch, tokens, heads, _ = meshes.spec_of(q)
+    cut = cutting(tokens)
+    is_balanced = parallel.context_layout == "balanced" and bool(cut)
+    is_ring = parallel.attention == "ring" and bool(cut)
+    if is_ring:
+        latent, k_rope = whole_over_tensor(latent), whole_over_tensor(k_rope)
+    keys = meshes.spec_of(latent)[1]
+    kv_b = meshes.gather(kv_b.astype(q.dtype))
 
-    def run(q, k_nope, k_rope, v, segment_ids, kv_segment_ids, q_offset):
-        shared = jnp.broadcast_to(k_rope[:, :, None, :], (*k_nope.shape[:3], k_rope.shape[-1]))
-        return pallas_kernels.mla_attention(
-            q,
-            jnp.concatenate([k_nope, shared], axis=-1),
-            v,
-            scale=scale,
-            segment_ids=segment_ids,
-            kv_segment_ids=kv_segment_ids,
-            q_offset=q_offset,
-        )
+    def run(q, latent, k_rope, kv_b, segment_ids, kv_segment_ids, q_offset):
+        if is_balanced and segment_ids is not None:
+            segment_ids = to_balanced(segment_ids, cut)
+        joint = jnp.concatenate([latent, k_rope], axis=-1)
+        if cutting(keys):
+            joint = jax.lax.all_gather(joint, cutting(keys), axis=1, tiled=True)
+        k, v = expand(joint, kv_b, nope_dim)
+        size, places = q.shape[1], (0,)
+        if cut:
+            rank, ranks = jax.lax.axis_index(cut), num_ranks(cut)
+            places = chunks_of(rank, ranks, parallel.context_layout)
+            size = size // len(places)
+        parts = [
+            pallas_kernels.mla_attention(
+                q[:, n * size : (n + 1) * size],
+                k,
+                v,
+                scale=q.shape[-1] ** -0.5,
+                segment_ids=None
+                if segment_ids is None
+                else segment_ids[:, n * size : (n + 1) * size],
+                kv_segment_ids=kv_segment_ids,
+                q_offset=q_offset + place * size,
+            )
+            for n, place in enumerate(places)
+        ]
+        output = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        return from_balanced(output, cut) if is_balanced else output
 
-    specs = (
-        *(row, row, P(batch, None, None), row),
-        None if segment_ids is None else P(batch, None),
+    row = P(batch, tokens, heads, None)
+    specs = [
+        *(row, P(batch, keys, None), P(batch, keys, None), P(None, heads, None)),
+        None if segment_ids is None else P(batch, tokens),
         None if kv_segment_ids is None else P(batch, None),
-        P(),
-    )
-    if isinstance(q_offset, int) and not meshes.has_mesh():
-        return run(q, k_nope, k_rope, v, segment_ids, kv_segment_ids, q_offset)
-    return meshes.per_device(run, specs, row)(
-        q, k_nope, k_rope, v, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32)
-    )
+    ]
+    operands = (q, latent, k_rope, kv_b, segment_ids, kv_segment_ids)
+    if isinstance(q_offset, int):  # kernels then know it, too
+        known = q_offset
+        return meshes.per_device(lambda *a: run(*a, known), specs, row)(*operands)
+    return meshes.per_device(run, [*specs, P()], row)(*operands, q_offset)
+
+
+def expand(joint: jax.Array, kv_b: jax.Array, nope_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Keys [B, S, H, n + r] and values [B, S, H, V] of latents and shared channels side by side."""
+    latent, k_rope = jnp.split(joint, [kv_b.shape[0]], axis=-1)
+    expanded = jnp.einsum("bsc,chn->bshn", latent, kv_b, precision=matmul_precision(joint.dtype))
+    shared = jnp.broadcast_to(k_rope[:, :, None, :], (*expanded.shape[:3], k_rope.shape[-1]))
+    k = jnp.concatenate([expanded[..., :nope_dim], shared], axis=-1)
+    return k, expanded[..., nope_dim:]
 
 
 def latent_attention_step(

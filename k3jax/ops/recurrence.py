@@ -8,7 +8,6 @@ each composes those before it into the state that enters its stretch. A run (see
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -16,22 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from k3jax.ops.layout import Axes, num_ranks
 from pallas_kernels.kda import entering_states
 from pallas_kernels.kda.inputs import compute_dtype
 from pallas_kernels.kda.segments import continued_runs, run_ends
 from pallas_kernels.short_conv.tokens import inputs_before, last_inputs, token_kinds
-
-Axes = tuple[str, ...]
-
-
-def stretch_number(axes: Axes) -> jax.Array:
-    """Which stretch of the tokens this device holds, [] int32."""
-    return jax.lax.axis_index(axes)
-
-
-def num_stretches(axes: Axes) -> int:
-    """How many stretches the tokens are cut into."""
-    return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def short_conv(
@@ -50,11 +38,11 @@ def short_conv(
     Returns:
         output of the stretch, and the final state of the row on every device.
     """
-    num, number = weight.shape[0] - 1, stretch_number(axes)
-    is_last = number == num_stretches(axes) - 1
+    num, number = weight.shape[0] - 1, jax.lax.axis_index(axes)
+    is_last = number == num_ranks(axes) - 1
     if segment_ids is None and x.shape[1] >= num:
         end = x[:, -num:]
-        following = [(n, n + 1) for n in range(num_stretches(axes) - 1)]
+        following = [(n, n + 1) for n in range(num_ranks(axes) - 1)]
         entering = jax.lax.ppermute(end, axes, following)
         if initial_state is not None:
             entering = jnp.where(number == 0, initial_state.astype(x.dtype), entering)
@@ -140,7 +128,7 @@ def _enter(lower_bound, axes, operands, initial_state, segment_ids, continues):
     if continues is not None:  # the state after the last stretch is that of its last run
         continues = jnp.concatenate([continues, jnp.ones_like(continues[:1])])
     found = entering_states(matrices, states, initial_state, continues)
-    return found[stretch_number(axes)], found[-1], matrix
+    return found[jax.lax.axis_index(axes)], found[-1], matrix
 
 
 def _gather_pair(matrix: jax.Array, state: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +165,7 @@ def _delta_rule_backward(lower_bound, axes, kept, cotangents):
         d_final = jax.lax.psum(d_final, axes)
     _, added = gradients((d_output, nothing))
     matrices, states = _gather_pair(jnp.swapaxes(matrix, -1, -2), added, axes)
-    number, last = stretch_number(axes), num_stretches(axes) - 1
+    number, last = jax.lax.axis_index(axes), num_ranks(axes) - 1
     backwards = None
     if continues is not None:
         # What leaves stretch r backwards reaches r - 1 only if r continues it.
