@@ -7,6 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshes import stagewise
 from meshes.axes import TENSOR, axes_of
 
 # Name of weights gathered for use: a recomputation policy that saves everything else keeps them
@@ -69,15 +70,19 @@ def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> C
     def call(*args):
         if not has_mesh():
             return function(*args)
-        args = jax.tree.map(
-            lambda spec, x: jax.tree.map(lambda leaf: reshard(leaf, spec), x),
-            tuple(in_specs),
-            args,
-            is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
-        )
-        mapped = jax.shard_map(
-            function, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
-        )
-        return mapped(*args)
+        if stagewise.is_active():
+            return stagewise.batchable(function, tuple(in_specs), out_specs, _map)(*args)
+        return _map(function, tuple(in_specs), out_specs, args)
 
     return call
+
+
+def _map(function, in_specs: tuple, out_specs, args: tuple):
+    args = jax.tree.map(
+        lambda spec, x: jax.tree.map(lambda leaf: reshard(leaf, spec), x),
+        in_specs,
+        args,
+        is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
+    )
+    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(*args)

@@ -1,0 +1,339 @@
+"""A pipeline over the stage axis: forward and backward, each one scan over a `Schedule`.
+
+Every array between the two ends has a leading dimension over stages; a step is one stage's program
+(`over_stages`) and a shift of what travels to the next stage. The bank of the stack is write-once:
+a stage caches the entries it has seen, so that only new ones travel, and the backward pass reads
+all entries from that cache. It keeps the running sum that entered each unit and recomputes the
+rest of the unit, like `jax.checkpoint`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from meshes.axes import STAGE
+from meshes.pipeline_ends import batch_is_cut, enter, leave, leave_bank
+from meshes.schedule import Schedule
+from meshes.shard import axis_size, per_device, reshard, spec_of
+from meshes.stagewise import over_stages
+
+
+def num_stages() -> int:
+    """Devices along the stage axis of the mesh in force."""
+    return axis_size(STAGE)
+
+
+def lies_on_stages(x: jax.Array) -> bool:
+    """Whether the first dimension lies on the stage axis: units in the order of `Schedule`."""
+    entry = spec_of(x)[0]
+    return STAGE in (entry if isinstance(entry, tuple) else (entry,))
+
+
+def run_pipeline(
+    unit: Callable[..., tuple[jax.Array, jax.Array, Any]],
+    schedule: Schedule,
+    parameters: Any,
+    prefix: jax.Array,
+    bank: jax.Array,
+    constants: Any,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Run all units on all micro-batches.
+
+    Args:
+        unit: `unit(parameters, prefix, bank, constants) -> prefix, bank, counts` on the rows of one
+            micro-batch. It must close over no arrays, read only bank entries that exist, write
+            each of its own once, at its place, and pass the others through. Identities of the
+            schedule are run, too, but only on values that are thrown away: they must not write.
+        schedule: its stages are those of the mesh in force.
+        parameters: tree of arrays [padded, ...] in `Schedule.order()`, the first dimension on the
+            stage axis; floating-point leaves get gradients, zero for identities.
+        prefix: [B, ...] running sum; rows on any axes, that of stages as well.
+        bank: [N, B, ...]; entries up to `schedule.last_entries` are used.
+        constants: tree of integer arrays [B, ...].
+
+    Returns:
+        prefix and bank, placed as they came; and the counts, summed over micro-batches, [padded,
+        ...] in `Schedule.order()`, 0 for identities. Counts have no gradient.
+
+    Raises:
+        ValueError: a schedule that does not fit the mesh, parameters or rows.
+    """
+    _check(schedule, parameters, prefix)
+    leaves, treedef = jax.tree.flatten(parameters)
+    leaves = [_split_units(leaf, schedule) for leaf in leaves]
+    is_float = tuple(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+    floats = tuple(leaf for leaf, keep in zip(leaves, is_float) if keep)
+    integers = tuple(leaf for leaf, keep in zip(leaves, is_float) if not keep)
+
+    def masked(floats, integers, constants, works, prefix, bank):
+        """The unit, or the identity, and what it counted."""
+        of_kind = {True: iter(floats), False: iter(integers)}
+        own = jax.tree.unflatten(treedef, [next(of_kind[keep]) for keep in is_float])
+        new, bank, counts = unit(own, prefix, bank, constants)
+        new = jnp.where(works, reshard(new, spec_of(prefix)), prefix)
+        counts = jax.tree.map(lambda n: jnp.where(works, n, jnp.zeros_like(n)), counts)
+        return new, bank, counts
+
+    split = functools.partial(enter, micro_batches=schedule.micro_batches)
+    ends, cache, counts = _run(
+        _Program(masked, schedule),
+        floats,
+        split(prefix),
+        split(bank[: schedule.first_entries], dimension=1),
+        integers,
+        jax.tree.map(split, constants),
+    )
+    out = leave(ends, spec_of(prefix))
+    entries = leave_bank(cache, spec_of(bank), schedule)
+    missing = jnp.zeros_like(bank[schedule.last_entries :])
+    bank = reshard(jnp.concatenate([entries, missing]), spec_of(bank))
+    return out, bank, jax.tree.map(_join_units, counts)
+
+
+def _check(schedule: Schedule, parameters, prefix) -> None:
+    if schedule.stages != num_stages():
+        raise ValueError(
+            f"the schedule has {schedule.stages} stages, but the stage axis {num_stages()} devices"
+        )
+    for leaf in jax.tree.leaves(parameters):
+        if leaf.shape[0] != schedule.padded:
+            raise ValueError(
+                f"parameters {leaf.shape} must have {schedule.padded} units in front, identities "
+                "included (Schedule.order())"
+            )
+    batch_is_cut(prefix, schedule.micro_batches)
+
+
+def _split_units(leaf: jax.Array, schedule: Schedule) -> jax.Array:
+    """[padded, ...] -> [stages, repeats, ...]; nothing moves."""
+    rest = spec_of(leaf)[1:]
+    split = per_device(lambda x: x[None], (P(STAGE, *rest),), P(STAGE, None, *rest))
+    return split(leaf)
+
+
+def _join_units(x: jax.Array) -> jax.Array:
+    rest = spec_of(x)[2:]
+    return per_device(lambda x: x[0], (P(STAGE, None, *rest),), P(STAGE, *rest))(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What `_run` is told besides arrays; compared by identity of the unit."""
+
+    unit: Callable
+    schedule: Schedule
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(program, floats, inputs, heads, integers, constants):
+    return _forward(program, floats, inputs, heads, integers, constants)[0]
+
+
+def _forward(program, floats, inputs, heads, integers, constants):
+    schedule = program.schedule
+    window = schedule.window
+
+    def step(row, floats, integers, constants, inputs, cache, ends, counts, prefix, message):
+        own = row["micro_batch"]
+        prefix = jnp.where(row["enters"], _take(inputs, own), prefix)
+        bank = _take(cache, own)
+        bank = jnp.where(row["enters"], bank, _insert(bank, message, row["receive"]))
+        new, bank, found = program.unit(
+            _take(floats, row["repeat"]),
+            _take(integers, row["repeat"]),
+            _take(constants, own),
+            row["works"],
+            prefix,
+            bank,
+        )
+        cache = _put(cache, own, bank, row["holds"])
+        ends = _put(ends, own, new, row["leaves"])
+        counts = jax.tree.map(lambda c, n: _add(c, row["repeat"], n), counts, found)
+        return cache, ends, counts, new, _window(bank, row["send"], window), prefix
+
+    def body(carry, row):
+        cache, ends, counts, prefix, message = carry
+        *carry, prefix, message, entered = over_stages(step)(
+            row, floats, integers, constants, inputs, cache, ends, counts, prefix, message
+        )
+        return (*carry, _shift(prefix, 1), _shift(message, 1)), entered
+
+    first = inputs[:, 0]
+    cache = _cache(heads, schedule.last_entries)
+    message = jnp.zeros_like(cache[:, 0, :window])
+    shapes = jax.eval_shape(
+        lambda *a: over_stages(program.unit)(*a)[2],
+        *(jax.tree.map(lambda x: x[:, 0], tree) for tree in (floats, integers, constants)),
+        *(_rows(schedule)["works"][0], first, cache[:, 0]),
+    )
+    counts = jax.tree.map(
+        lambda n: _zeros((n.shape[0], schedule.repeats, *n.shape[1:]), n.dtype), shapes
+    )
+    carry = (cache, jnp.zeros_like(inputs), counts, jnp.zeros_like(first), message)
+    (cache, ends, counts, *_), entered = jax.lax.scan(body, carry, _rows(schedule))
+    return (ends, cache, counts), (floats, integers, constants, heads, cache, entered)
+
+
+def _backward(program, residuals, cotangents):
+    floats, integers, constants, heads, cache, entered = residuals
+    d_ends, d_cache, _ = cotangents
+    schedule = program.schedule
+    window, first = schedule.window, schedule.first_entries
+
+    def before(row, floats, integers, constants, cache, d_ends, d_cache, d_banks, d_new, d_message):
+        own = row["micro_batch"]
+        d_new = jnp.where(row["leaves"], _take(d_ends, own), d_new)
+        d_new = jnp.where(row["holds"], d_new, 0)
+        # The bank's gradient begins with what the end of the pipeline read from this cache.
+        d_bank = jnp.where(row["returns"], _take(d_cache, own), _take(d_banks, row["member"]))
+        sent = row["holds"] & ~row["leaves"]
+        d_bank = _add_window(d_bank, jnp.where(sent, d_message, 0), row["send"])
+        inputs = (
+            _take(floats, row["repeat"]),
+            _take(integers, row["repeat"]),
+            _take(constants, own),
+            _take(cache, own),
+        )
+        return d_new, jnp.where(row["holds"], d_bank, 0), inputs
+
+    def after(row, d_floats, d_inputs, d_heads, d_banks, d_own, d_prefix, d_bank):
+        own = row["micro_batch"]
+        d_own = jax.tree.map(lambda d: jnp.where(row["works"], d, 0).astype(jnp.float32), d_own)
+        d_floats = jax.tree.map(lambda a, d: _add(a, row["repeat"], d), d_floats, d_own)
+        d_inputs = _put(d_inputs, own, d_prefix, row["enters"])
+        d_heads = _put(d_heads, own, d_bank[:first], row["enters"])
+        travels = row["holds"] & ~row["enters"]
+        d_message = jnp.where(travels, _window(d_bank, row["receive"], window), 0)
+        # Those entries were the sender's: it adds the gradient to its own.
+        d_bank = _insert(d_bank, jnp.zeros_like(d_message), row["receive"])
+        d_banks = _put(d_banks, row["member"], d_bank, row["holds"])
+        return d_floats, d_inputs, d_heads, d_banks, jnp.where(travels, d_prefix, 0), d_message
+
+    def body(carry, x):
+        row, entered = x
+        *sums, d_banks, d_new, d_message = carry
+        d_new, d_bank, inputs = over_stages(before)(
+            *(row, floats, integers, constants, cache, d_ends, d_cache),
+            *(d_banks, d_new, d_message),
+        )
+        own, integer, constant, bank = inputs
+
+        def unit(own, prefix, bank):
+            run = over_stages(program.unit)
+            return run(own, integer, constant, row["works"], prefix, bank)[:2]
+
+        _, pullback = jax.vjp(unit, own, entered, bank)
+        d_own, d_prefix, d_bank = pullback((d_new, d_bank))
+        *carry, d_prefix, d_message = over_stages(after)(
+            row, *sums, d_banks, d_own, d_prefix, d_bank
+        )
+        return (*carry, _shift(d_prefix, -1), _shift(d_message, -1)), None
+
+    d_floats = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), floats)
+    members = min(schedule.stages, schedule.micro_batches)
+    d_banks = jnp.zeros_like(cache[:, :members])
+    d_new = jnp.zeros_like(d_ends[:, 0])
+    carry = (d_floats, jnp.zeros_like(d_ends), jnp.zeros_like(heads), d_banks, d_new)
+    carry = (*carry, jnp.zeros_like(d_banks[:, 0, :window]))
+    (d_floats, d_inputs, d_heads, *_), _ = jax.lax.scan(
+        body, carry, (_rows(schedule), entered), reverse=True
+    )
+    d_floats = jax.tree.map(lambda d, x: d.astype(x.dtype), d_floats, floats)
+    return d_floats, d_inputs, d_heads, None, None
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _rows(schedule: Schedule) -> dict[str, jax.Array]:
+    """The schedule's tables, each stage its own column."""
+    return {
+        name: reshard(jnp.asarray(table), P(None, STAGE))
+        for name, table in schedule.tables().items()
+    }
+
+
+def _cache(heads: jax.Array, num_entries: int) -> jax.Array:
+    """[S, M, h, ...] -> [S, M, N, ...]: entries made before, and place for those to come."""
+    spec = spec_of(heads)
+
+    def extend(heads):
+        size = num_entries - heads.shape[2]
+        later = jnp.zeros((*heads.shape[:2], size, *heads.shape[3:]), heads.dtype)
+        return jnp.concatenate([heads, later], axis=2)
+
+    return per_device(extend, (spec,), spec)(heads)
+
+
+def _zeros(shape: tuple[int, ...], dtype) -> jax.Array:
+    return reshard(jnp.zeros(shape, dtype), P(STAGE, *(None,) * (len(shape) - 1)))
+
+
+def _shift(x: jax.Array, by: int) -> jax.Array:
+    """Every stage's slice to the stage `by` further on, round the ring."""
+    count, spec = num_stages(), spec_of(x)
+    if not x.size:
+        return x
+    pairs = [(i, (i + by) % count) for i in range(count)]
+    return per_device(lambda x: jax.lax.ppermute(x, STAGE, pairs), (spec,), spec)(x)
+
+
+# One stage's accesses, at indices that differ between stages. The dimension that is indexed is
+# whole on every device, so each is arithmetic on one device.
+
+
+def _take(tree: Any, index: jax.Array) -> Any:
+    """Arrays [n, ...] -> [...] at an index."""
+    specs = jax.tree.map(spec_of, tree)
+    rest = jax.tree.map(lambda s: P(*s[1:]), specs, is_leaf=lambda s: isinstance(s, P))
+
+    def run(tree, index):
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), tree)
+
+    return per_device(run, (specs, P()), rest)(tree, index)
+
+
+def _put(x: jax.Array, index: jax.Array, value: jax.Array, where: jax.Array) -> jax.Array:
+    """`x` [n, ...] with `value` at an index, if `where`."""
+    spec = spec_of(x)
+
+    def run(x, index, value, where):
+        value = jnp.where(where, value, jax.lax.dynamic_index_in_dim(x, index, 0, False))
+        return jax.lax.dynamic_update_index_in_dim(x, value, index, 0)
+
+    return per_device(run, (spec, P(), P(*spec[1:]), P()), spec)(x, index, value, where)
+
+
+def _add(x: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
+    """`x` [n, ...] with `value` added at an index."""
+    spec = spec_of(x)
+
+    def run(x, index, value):
+        value = value + jax.lax.dynamic_index_in_dim(x, index, 0, False)
+        return jax.lax.dynamic_update_index_in_dim(x, value, index, 0)
+
+    return per_device(run, (spec, P(), P(*spec[1:])), spec)(x, index, value)
+
+
+def _window(bank: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Entries start .. start + size of a bank."""
+    spec = spec_of(bank)
+    run = lambda bank, start: jax.lax.dynamic_slice_in_dim(bank, start, size, 0)  # noqa: E731
+    return per_device(run, (spec, P()), spec)(bank, start)
+
+
+def _insert(bank: jax.Array, entries: jax.Array, start: jax.Array) -> jax.Array:
+    """A bank with `entries` from `start` on."""
+    spec = spec_of(bank)
+    run = lambda *a: jax.lax.dynamic_update_slice_in_dim(*a, 0)  # noqa: E731
+    return per_device(run, (spec, spec, P()), spec)(bank, entries, start)
+
+
+def _add_window(bank: jax.Array, entries: jax.Array, start: jax.Array) -> jax.Array:
+    """A bank with `entries` added from `start` on."""
+    return _insert(bank, _window(bank, start, entries.shape[0]) + entries, start)
