@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshes
-from k3jax.ops.expert_load import ExchangeLoad
 from k3jax.nn.parameters import RouterBias
+from k3jax.ops.expert_load import ExchangeLoad
 
 NUM_BINS = 1000
 Rule = Literal["quantile", "sign", "aux", "none"]

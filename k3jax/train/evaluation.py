@@ -8,12 +8,15 @@ the model's context to at most T - 1 tokens; the baselines always see theirs.
 """
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import numpy as np
 
 from k3jax.data.ngrams import NGrams
 from k3jax.data.packing import PackedRows, held_out_rows
+from k3jax.ops import ExchangeLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,7 @@ class HeldOutResult:
     bits_per_byte: float
     num_bytes: int
     expert_counts: np.ndarray | None  # [M, E]
+    exchange_load: ExchangeLoad | None = None  # [M, ...]; where experts lie on several devices
 
 
 class HeldOut:
@@ -66,4 +70,7 @@ class HeldOut:
         counts = None
         if "expert_counts" in sums[0]:
             counts = np.sum([part["expert_counts"].astype(np.int64) for part in sums], axis=0)
-        return HeldOutResult(nats / np.log(2) / targets, targets, counts)
+        load = None
+        if "exchange_load" in sums[0]:
+            load = functools.reduce(operator.add, [part["exchange_load"] for part in sums])
+        return HeldOutResult(nats / np.log(2) / targets, targets, counts, load)

@@ -13,6 +13,7 @@ import pallas_kernels
 from k3jax.model import trace
 from k3jax.model.layout import plan_segments
 from k3jax.nn.parameters import named_variables
+from k3jax.train.expert_plots import rank_load_curve, rank_load_map
 from k3jax.train.metrics import read_metrics
 from k3jax.train.reading_plots import reading_curve, reading_examples
 from k3jax.train.run_directory import RunDirectory
@@ -57,10 +58,14 @@ def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
             figures["pictures"] = reading_examples(examples)
         if train and "overload" in train[-1]:
             figures["balance"] = _balance(train)
+        if train and "rank_load_before" in train[-1]:
+            figures["rank_balance"] = rank_load_curve(train)
         if final and final[-1]["expert_counts"]:
             layers = list(layer_arrays(model, "feed_forward.router_bias"))
             counts = np.array(final[-1]["expert_counts"], float)
             figures["expert_load"] = _expert_load(counts, layers)
+            if final[-1].get("rank_load"):
+                figures["rank_load"] = rank_load_map(final[-1]["rank_load"], layers)
         biases = layer_arrays(model, "feed_forward.router_bias")
         if biases:
             figures["router_bias"] = _router_bias(biases)

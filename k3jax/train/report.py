@@ -29,6 +29,10 @@ CAPTIONS = {
     "balance": "How far the busiest expert of each MoE layer is above the mean, and the biases "
     "that Quantile Balancing moved to level it.",
     "expert_load": "Load of each expert on text the router never saw: 1 is the mean.",
+    "rank_balance": "How far the busiest rank of the expert axis is above the mean, if every rank "
+    "computed the rows of its own experts, and as the rows were placed.",
+    "rank_load": "Rows of each rank on held-out text: those for its own experts, and those that it "
+    "computed.",
     "router_bias": "The balancing bias of each expert after the last step.",
     "decay_rates": "How long each KDA head remembers before the input has its say. Short and long "
     "memories side by side are healthy.",

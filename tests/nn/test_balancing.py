@@ -14,11 +14,14 @@ from k3jax.model import K3, abstract_model
 from k3jax.nn.balancing import (
     NUM_BINS,
     RouterStatistics,
+    auxiliary_loss,
     balance_routers,
     count_step,
     exact_bias,
     histogram_bias,
     histogram_range,
+    sign_bias,
+    sum_scores,
 )
 from k3jax.nn.parameters import RouterBias, named_variables
 from tests.small_configs import five_layers, quick_jit, random_tokens, randomized
@@ -142,6 +145,58 @@ def test_load_becomes_even_within_a_few_steps():
     np.testing.assert_allclose(statistics.overload(), overload[-1], rtol=1e-5)
 
 
+def test_sign_rule_moves_every_bias_by_its_rate():
+    counts = jnp.array([[5, 1, 3], [0, 0, 0]])
+    bias = jnp.array([[0.25, 0.0, -0.5], [1.0, 2.0, 3.0]])
+    expected = [[0.125, 0.125, -0.5], [1.0, 2.0, 3.0]]
+    np.testing.assert_array_equal(sign_bias(counts, bias, 0.125), expected)
+
+
+def test_sign_rule_levels_the_load_slowly():
+    """Of the two rules Quantile Balancing is there after a few steps, the other one after many."""
+    bias, overload = jnp.zeros(16), []
+    preferences = np.random.default_rng(7).normal(0, 1.5, 16)
+    for seed in range(60):
+        logits = np.random.default_rng(seed).normal(0, 1, (1024, 16)) + preferences
+        scores = (1 / (1 + np.exp(-logits))).astype(np.float32)
+        counts, _ = count(jnp.asarray(scores)[None], bias, None, k=3)
+        bias = sign_bias(counts, bias, 0.02)
+        overload.append(float(counts.max()) / (1024 * 3 / 16) - 1)
+    assert overload[0] > 1.5 and overload[4] > 0.5
+    assert np.mean(overload[-5:]) < 0.4
+
+
+def test_auxiliary_loss_and_its_gradient_are_the_formula():
+    random = np.random.default_rng(2)
+    scores = random.uniform(0.1, 1, (3, 5, 4)).astype(np.float32)
+    real = random.random((3, 5)) < 0.7
+    chosen = np.argsort(-scores, axis=-1)[..., :2]
+    rows = np.array([((chosen == e).any(-1) & real).sum() for e in range(4)])
+    tokens = real.sum()
+    scores[~real] = np.nan  # of padding nothing may remain
+
+    def loss(scores):
+        sums = sum_scores(scores, jnp.asarray(real))
+        counts = jnp.asarray(rows[None], jnp.int32)
+        statistics = RouterStatistics(counts, None, jnp.int32(tokens), score_sums=sums[None])
+        return auxiliary_loss(statistics, 2)
+
+    load = rows / (2 * tokens / 4)
+    kept = np.where(real[..., None], scores, 0.0).astype(np.float64)
+    sums = np.where(real, kept.sum(-1), 1.0)[..., None]
+    expected = (load * kept / sums / tokens).sum()
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(scores))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    slope = (load - (load * kept).sum(-1, keepdims=True) / sums) / sums / tokens
+    np.testing.assert_allclose(gradient, np.where(real[..., None], slope, 0), atol=1e-7)
+
+
+def test_auxiliary_loss_of_an_even_load_is_one_per_layer():
+    counts, sums = jnp.full((3, 4), 6), jnp.full((3, 4), 3.0)
+    statistics = RouterStatistics(counts, None, jnp.int32(12), score_sums=sums)
+    assert float(auxiliary_loss(statistics, 2)) == 3.0
+
+
 def test_ranks_beyond_float32_and_int32_products_are_exact():
     """Counts of a step of 2^28 tokens: tokens * k does not fit int32, ranks not float32."""
     tokens, k, experts = 2**28, 16, 896
@@ -180,6 +235,20 @@ def test_model_statistics_reach_the_bias_of_their_own_layer(model):
                 statistics.histogram[row], statistics.num_tokens, before[name][repeat], 2
             )
             np.testing.assert_allclose(after[name][repeat], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["sign", "aux", "none"])
+def test_other_rules_move_the_bias_by_their_rate_or_not_at_all(model, rule):
+    counts = jnp.asarray(np.random.default_rng(1).integers(0, 9, (4, 6)), jnp.int32)
+    statistics = RouterStatistics(counts, jnp.zeros((4, 6, NUM_BINS), jnp.int32), jnp.int32(12))
+    balanced = balance_routers(model, statistics, rule=rule, sign_rate=0.5)
+    names = model.router_bias_rows()
+    before, after = named_variables(model), named_variables(balanced)
+    for name, rows in names.items():
+        expected = before[name][...]
+        if rule == "sign":
+            expected = sign_bias(counts[rows], expected, 0.5)
+        np.testing.assert_array_equal(after[name][...], expected)
 
 
 def test_bias_gets_no_gradient_and_is_no_parameter():
