@@ -2,6 +2,14 @@
 
 from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 from meshes.build import MeshShape, abstract_mesh, build_mesh
+from meshes.exchange import (
+    Dispatched,
+    choose_transport,
+    collect,
+    dispatch,
+    exchange_counts,
+    with_fetched,
+)
 from meshes.links import Links, axis_links, expert_node_size
 from meshes.presets import (
     CHIPS,
@@ -40,6 +48,7 @@ __all__ = [
     "TENSOR",
     "AxisRules",
     "Chip",
+    "Dispatched",
     "Hardware",
     "Links",
     "MeshShape",
@@ -50,7 +59,11 @@ __all__ = [
     "axis_links",
     "axis_size",
     "build_mesh",
+    "choose_transport",
+    "collect",
     "described_devices",
+    "dispatch",
+    "exchange_counts",
     "expert_node_size",
     "gather",
     "hardware",
@@ -62,4 +75,5 @@ __all__ = [
     "spec_of",
     "spec_or_none",
     "topology_mesh",
+    "with_fetched",
 ]

@@ -1,0 +1,113 @@
+"""Routings, a dense reference and one sharded program for the tests of the expert exchange."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import meshes
+
+TOKENS, ROUTES, WIDTH, HIDDEN = 7, 3, 5, 4  # tokens per rank
+
+
+def expert_mesh(num_ranks, **others):
+    shape = meshes.MeshShape(expert=num_ranks, **others)
+    return meshes.build_mesh(shape, jax.devices()[: shape.num_devices])
+
+
+def routing(kind, num_ranks, num_experts, tokens=TOKENS, routes=ROUTES, seed=0):
+    """Ids [R*tokens, routes], different experts for each token; E marks padding."""
+    rng = np.random.default_rng(seed)
+    own = num_experts // num_ranks
+    total = num_ranks * tokens
+    chance = np.ones(num_experts)
+    if kind == "zipf":
+        chance = rng.permutation(1 / np.arange(1, num_experts + 1) ** 1.5)
+    noise = rng.gumbel(size=(total, num_experts)) + np.log(chance)
+    if kind == "not_own":  # rank 0 has no token for its own experts, nor for those of rank 1
+        noise[:tokens, : 2 * own if num_ranks > 2 else own] = -np.inf
+    ids = np.argsort(-noise, axis=1)[:, :routes].astype(np.int32)
+    if kind == "same":
+        ids = np.tile(rng.permutation(num_experts)[:routes].astype(np.int32), (total, 1))
+    if kind == "padding":
+        ids[rng.random(total) < 0.4] = num_experts
+        ids[3, 1:] = num_experts  # one route of three
+    if kind == "empty_rank":
+        ids[-tokens:] = num_experts
+    if kind == "one_rank":
+        ids[tokens:] = num_experts
+    return ids
+
+
+KINDS = ("uniform", "zipf", "same", "not_own", "padding", "empty_rank", "one_rank")
+
+
+def arrays(ids, num_experts, seed=1):
+    """x, route weights, two matrices per expert, and the gradient of the result."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    x = jax.random.normal(keys[0], (ids.shape[0], WIDTH))
+    weights = jax.random.uniform(keys[1], ids.shape)
+    into = jax.random.normal(keys[2], (num_experts, WIDTH, HIDDEN))
+    back = jax.random.normal(keys[3], (num_experts, HIDDEN, WIDTH))
+    return (x, weights, into, back), jax.random.normal(keys[4], x.shape)
+
+
+def dense(x, weights, into, back, ids):
+    """Every expert for every token, float32; also rows that no expert receives, which add 0."""
+    out = jnp.einsum("nef,efc->nec", jnp.tanh(jnp.einsum("nc,ecf->nef", x, into)), back)
+    chosen = jax.nn.one_hot(ids, into.shape[0])  # id E: all zero
+    return jnp.einsum("nec,nke,nk->nc", out, chosen, weights)
+
+
+def product(rows, group_sizes, into, back):
+    """The grouped product, row by row; rows after the last group are NaN on purpose."""
+    group = jnp.repeat(jnp.arange(into.shape[0]), group_sizes, total_repeat_length=rows.shape[0])
+    out = jnp.einsum(
+        "mf,mfc->mc", jnp.tanh(jnp.einsum("mc,mcf->mf", rows, into[group])), back[group]
+    )
+    exists = jnp.arange(rows.shape[0]) < group_sizes.sum()
+    return jnp.where(exists[:, None], out, jnp.nan)
+
+
+def sharded(num_experts, batch=("expert",), **options):
+    """The same through dispatch, with_fetched and collect; also the dropped routes [R]."""
+
+    def local(x, weights, into, back, ids):
+        d = meshes.dispatch(x, ids, num_experts=num_experts, **options)
+        into, back = meshes.with_fetched((into, back), d)
+        y = meshes.collect(product(d.rows, d.group_sizes, into, back), weights, d)
+        return y, d.dropped[None], d.group_sizes[None]
+
+    row, stack = P(batch, None), P("expert", None, None)
+    return meshes.per_device(local, (row, row, stack, stack, row), (row, P(batch), P(batch, None)))
+
+
+@functools.cache
+def program(num_ranks, num_experts, **options):
+    """Compiled once: (args, ids, dy) -> results and gradients, under the mesh of that size."""
+    function = sharded(num_experts, **options)
+
+    def run(args, ids, dy):
+        def loss(args):
+            y, *rest = function(*args, ids)
+            return jnp.sum(y * dy), (y, *rest)
+
+        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(args)
+        return results, gradients
+
+    run = jax.jit(run)
+
+    def call(args, ids, dy):
+        with jax.set_mesh(expert_mesh(num_ranks)):
+            return run(args, jnp.asarray(ids), dy)
+
+    return call
+
+
+@jax.jit
+def dense_value_and_gradients(args, ids, dy):
+    """The dense product and its gradients."""
+    y, transpose = jax.vjp(lambda *args: dense(*args, ids), *args)
+    return y, transpose(dy)
