@@ -1,6 +1,7 @@
 """What the exchange of routed rows did: load of every rank, drops, fetched experts, traffic."""
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -38,34 +39,24 @@ class ExchangeLoad:
     slow_bytes: jax.Array
 
     def __add__(self, other: "ExchangeLoad") -> "ExchangeLoad":
-        return jax.tree.map(jnp.add, self, other)
+        return jax.tree.map(operator.add, self, other)
 
     def imbalance(self) -> tuple[jax.Array, jax.Array]:
-        """Busiest rank over the mean rank, before and after balancing; [...] float32 each.
+        """Busiest rank over the mean rank, before and after balancing; [...] each.
 
-        Every exchange waits for its busiest rank, so this is what its product takes longer.
+        Every exchange waits for its busiest rank, so this is how much longer its product takes.
         """
-
-        def ratio(largest, rows):
-            return largest / jnp.maximum(rows.astype(jnp.float32).mean(-1), 1e-9)
-
         return (
-            ratio(self.largest_home_rows, self.home_rows),
-            ratio(self.largest_rank_rows, self.rank_rows),
+            self.largest_home_rows / (self.home_rows.mean(-1) + 1e-9),
+            self.largest_rank_rows / (self.rank_rows.mean(-1) + 1e-9),
         )
 
 
 def measure_exchange(
-    exchange: "meshes.Dispatched",
-    counts: jax.Array,  # [R, E]
-    *,
-    node_size: int | None,
-    is_hierarchical: bool,
-    row_bytes: int,
-    expert_bytes: int,
+    exchange: meshes.Dispatched, *, row_bytes: int, expert_bytes: int
 ) -> ExchangeLoad:
     """The load of one exchange, the same on all of its ranks (inside a per-device function)."""
-    plan = exchange.plan
+    plan, counts, node_size = exchange.plan.layout, exchange.counts, exchange.plan.node_size
     num_ranks = counts.shape[0]
     rows = plan.sizes.sum(-1)  # [source, destination]
     home_rows = counts.sum(0).reshape(num_ranks, -1).sum(-1)
@@ -74,7 +65,7 @@ def measure_exchange(
     leaves = node[:, None] != node
     stays = ~leaves & ~jnp.eye(num_ranks, dtype=jnp.bool_)
     slow_rows, fast_rows = (jnp.where(pairs, rows, 0).sum() for pairs in (leaves, stays))
-    if is_hierarchical:
+    if exchange.plan.transport == "hierarchical":
         slow_rows = jax.lax.psum(_nodes_per_token(plan, node), EXPERT)
     slow_experts = jnp.where(node[plan.source] != node, plan.num_fetched, 0).sum()
     fast_experts = plan.num_fetched.sum() - slow_experts

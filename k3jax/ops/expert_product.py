@@ -89,7 +89,7 @@ def _apply_to_chunks(function, pieces, rows, matrices, sizes, exchanges):
     whole = [_gather(leaf, axes) for leaf, axes in zip(leaves, pieces, strict=True)]
     results = []
     for x, groups, exchange in zip(rows, sizes, exchanges, strict=True):
-        held = whole if exchange is None else [meshes.with_fetched(w, exchange) for w in whole]
+        held = whole if exchange is None else meshes.with_fetched(whole, exchange)
         results.append(function(x, jax.tree.unflatten(structure, held), groups))
     return tuple(results)
 

@@ -167,12 +167,10 @@ def _exchanged(rows, ids, weights, matrices, pieces, num_experts, activation, pa
         ]
     measure = functools.partial(
         measure_exchange,
-        node_size=parallel.node_size,
-        is_hierarchical=parallel.transport == "hierarchical",
         row_bytes=rows.dtype.itemsize * rows.shape[-1],
         expert_bytes=_expert_bytes(matrices, pieces, rows.dtype),
     )
-    return jnp.concatenate(parts), functools.reduce(operator.add, map(measure, exchanges, counts))
+    return jnp.concatenate(parts), functools.reduce(operator.add, map(measure, exchanges))
 
 
 def _expert_bytes(matrices, pieces: Pieces, dtype) -> int:

@@ -126,3 +126,12 @@ def test_sizes_that_do_not_divide_are_named(shape, changes, message):
     mesh = meshes.build_mesh(meshes.MeshShape(**shape), jax.devices()[:4])
     with jax.set_mesh(mesh), pytest.raises(UserError, match=message):
         with_gradients(*arguments)
+
+
+@pytest.mark.parametrize("routing", ["skewed", "same"])
+@pytest.mark.parametrize("shape", [{"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+def test_exchanged_rows_equal_one_device(shape, routing):
+    arguments = case(4, routing=routing)
+    parallel = ops.Parallel(transport="gather" if routing == "same" else None)
+    found = on_mesh(arguments, meshes.MeshShape(**shape), parallel=parallel)
+    check(found, reference(arguments))
