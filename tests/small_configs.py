@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import meshes
 from k3jax.config import K3Config
 from k3jax.config.parts import KDAConfig, MLAConfig, MoEConfig
 from k3jax.model import K3, abstract_model
 from k3jax.nn.initializers import Constant
-from k3jax.nn.parameters import cast_parameters
+from k3jax.nn.parameters import cast_parameters, variable_specs
 
 
 def pattern_config(pattern: str, *, block: int | None, dense: int = 1, **changes) -> K3Config:
@@ -100,6 +101,22 @@ def randomized(cfg: K3Config, seed: int = 0, dtype=jnp.float32) -> K3:
     abstract = abstract_model(cfg)
     model = jax.tree.map(draw, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return cast_parameters(model, dtype)
+
+
+def on_mesh(model: K3) -> K3:
+    """The model with every variable where the default rules put it on the mesh in force."""
+    mesh = jax.sharding.get_mesh()
+    shardings = [jax.NamedSharding(mesh, spec) for spec in variable_specs(model).values()]
+    leaves, structure = jax.tree.flatten(model)
+    return jax.tree.unflatten(structure, jax.device_put(leaves, shardings))
+
+
+def rows_on_mesh(*arrays):
+    """Arrays [B, T] where the default rules put inputs on the mesh in force."""
+    sharding = jax.NamedSharding(
+        jax.sharding.get_mesh(), meshes.AxisRules().spec(("batch", "tokens"))
+    )
+    return jax.device_put(arrays, sharding)
 
 
 def random_tokens(cfg: K3Config, *shape: int, seed: int = 0) -> jnp.ndarray:

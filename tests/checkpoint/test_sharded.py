@@ -1,5 +1,7 @@
 """Loading onto a mesh: every device gets its own slice, and together they are the whole."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +19,16 @@ from tests.released_files import (
     stored_bytes,
     write_checkpoint,
 )
-from tests.small_configs import pattern_config
+from tests.small_configs import on_mesh, pattern_config, randomized
 
+MLA = pattern_config("M", block=1).mla
 SHAPE = meshes.MeshShape(fsdp=2, expert=2, tensor=2)
 
 
-def rules(**changes):
-    """The default rules with some dimensions cut along other axes."""
-    table = dict(meshes.AxisRules().table)
-    return meshes.AxisRules(tuple((table | {k: (v,) for k, v in changes.items()}).items()))
+def rules(**axes):
+    """Every dimension whole but those named."""
+    table = dict.fromkeys(dict(meshes.AxisRules().table), ())
+    return meshes.AxisRules(tuple((table | {k: (v,) for k, v in axes.items()}).items()))
 
 
 def assert_same_slices(model, whole, shard_counts):
@@ -87,23 +90,42 @@ def test_scanned_layers_and_casts_on_eight_devices(tmp_path):
     assert_same_slices(model, whole, {name: 4})
 
 
-def test_default_rules_replicate_parameters():
+def test_default_rules_cut_every_large_parameter():
     folder = golden_case("mxfp4").checkpoint
-    with jax.set_mesh(meshes.build_mesh(SHAPE)):
+    with jax.set_mesh(meshes.build_mesh(meshes.MeshShape(fsdp=2, expert=4))):
         model = k3jax.load_hf(folder)
     counts = assert_same_slices(model, k3jax.load_hf(folder), {})
-    assert set(counts.values()) == {1}
+    whole = {name for name, count in counts.items() if count == 1}
+    assert all(named_variables(model)[name].size < 200 for name in whole), whole
+    assert counts["language.embedding"] == counts["language.head"] == 8
 
 
-def test_sharded_model_is_saved_as_it_came(tmp_path):
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "expert": 4}, {"fsdp": 4, "context": 2}])
+def test_sharded_model_is_saved_as_it_came(axes, tmp_path):
     source = copy_checkpoint("mxfp4", tmp_path / "source")
-    with jax.set_mesh(meshes.build_mesh(SHAPE)):
-        model = k3jax.load_hf(source, rules=rules(experts="expert", embed="fsdp"))
+    with jax.set_mesh(meshes.build_mesh(meshes.MeshShape(**axes))):
+        model = k3jax.load_hf(source)
         k3jax.save_hf(model, tmp_path / "saved")
     assert stored_bytes(tmp_path / "saved") == stored_bytes(source)
 
 
+def test_model_cut_over_tensor_is_saved_as_from_one_device(tmp_path):
+    """Heads and hidden widths on their own axis: slices that are not contiguous in the files."""
+    cfg = pattern_config("KMKM", block=2, mla=dataclasses.replace(MLA, num_heads=2))
+    model = randomized(cfg)
+    k3jax.save_hf(model, tmp_path / "one", dtype=jnp.bfloat16, shard_bytes=30_000)
+    with jax.set_mesh(meshes.build_mesh(meshes.MeshShape(fsdp=2, expert=2, tensor=2))):
+        cut = on_mesh(model)
+        k3jax.save_hf(cut, tmp_path / "eight", dtype=jnp.bfloat16, shard_bytes=30_000)
+        again = k3jax.load_hf(tmp_path / "eight")
+    for file in sorted((tmp_path / "one").iterdir()):
+        assert (tmp_path / "eight" / file.name).read_bytes() == file.read_bytes(), file.name
+    for name, variable in named_variables(again).items():
+        wanted = named_variables(cut)[name][...]
+        assert variable[...].sharding.is_equivalent_to(wanted.sharding, wanted.ndim), name
+
+
 def test_dimension_that_does_not_divide_is_named():
     mesh = meshes.build_mesh(meshes.MeshShape(tensor=8))
-    with jax.set_mesh(mesh), pytest.raises(CheckpointError, match=r"A_log \(3,\): 3 does not div"):
+    with jax.set_mesh(mesh), pytest.raises(CheckpointError, match=r"A_log \(3,\): dimension .heads. of 3 does not div"):
         k3jax.load_hf(golden_case("mxfp4").checkpoint, rules=rules(heads="tensor"))
