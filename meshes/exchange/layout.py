@@ -1,8 +1,8 @@
 """Where every row is before, on and after its way: integers of one rank, from the exchanged counts.
 
-A route is (token n, choice k). On its home rank the routes that are sent are ordered by expert
-("sent order"); the receiver gets them ordered by sender ("received order") and works on them ordered
-by (expert, source rank, token), own experts first ("final order").
+A route is (token n, choice k). A rank sends its routes ordered by expert ("sent order"); the
+receiver gets them ordered by sender ("received order") and works on them ordered by (expert, source
+rank, token), its own experts first ("final order").
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ def _order_of_sent(ids, counts, kept):
 
 
 def _permutations(kept, plan: RankPlan, pieces: Pieces, rank, capacity):
-    """received_of_final and final_of_received [M]: blocks (part, expert, sender) move as a whole."""
+    """received_of_final, final_of_received [M]: blocks (part, expert, sender) move as a whole."""
     own = kept.shape[1] // kept.shape[0]
     homes = jnp.stack([rank, plan.source[rank]])
     experts = homes[:, None] * own + jnp.arange(own)  # [part, E/R]

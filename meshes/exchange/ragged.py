@@ -1,7 +1,7 @@
 """Transport `ragged`: one native ragged all-to-all each way (TPU and GPU).
 
-The four vectors of both directions come from the one matrix of sizes. The output offset is the place
-in the *receiver's* buffer, which only the sender states: the rows that earlier senders put there.
+The four vectors of both directions come from the one matrix of sizes. The output offset is a place
+in the *receiver's* buffer, stated by the sender: the rows that earlier senders put there.
 """
 
 import jax
@@ -17,7 +17,7 @@ def ragged_vectors(begin: jax.Array, sizes: jax.Array, rank: jax.Array) -> tuple
     """Arguments of both ragged all-to-alls of one rank.
 
     Args:
-        begin: [R, R, P], where the rows of source s for part p of destination d begin in s's buffer.
+        begin: [R, R, P], where the rows of source s for part p of destination d begin at s.
         sizes: [R, R, P], how many they are.
         rank: this rank.
 

@@ -1,7 +1,7 @@
 """Rows to their experts and back: two linear maps, each the other's transpose.
 
-`spread` copies each token to all its rows, `gather_sum` adds the rows of each token, with weights or
-without. Both are a local permutation around the transport's `push` and `pull`.
+`spread` copies each token to all its rows, `gather_sum` adds the rows of each token, with or
+without weights. Both are a local permutation around the transport's `push` and `pull`.
 """
 
 import dataclasses
@@ -9,9 +9,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from meshes.exchange import gather, padded, ragged
+from meshes.exchange import gather, hierarchical, padded, ragged
 from meshes.exchange.layout import Layout
 
+# Through nodes only whole tokens travel; the few bytes of one number per route go straight.
 _FLAT = {"gather": gather, "padded": padded, "ragged": ragged, "hierarchical": padded}
 
 
@@ -39,6 +40,8 @@ def _pull(rows: jax.Array, plan: Plan) -> jax.Array:
 def spread(x: jax.Array, plan: Plan) -> jax.Array:
     """Tokens x [N, C] to the rows [M, C] of this rank; rows that nobody sent are zero."""
     layout = plan.layout
+    if plan.transport == "hierarchical" and layout.num_ranks > 1:
+        return hierarchical.spread(x, layout, plan.node_size)
     # The route N*K, nothing to send, becomes token N: zeros.
     token_of_sent = layout.route_of_sent // layout.sent_of_route.shape[1]
     return _push(x, token_of_sent, plan)
@@ -46,6 +49,8 @@ def spread(x: jax.Array, plan: Plan) -> jax.Array:
 
 def gather_sum(rows: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array:
     """Sum over the routes of each token, in float32: [M, C], [N, K] or None (ones) -> [N, C]."""
+    if plan.transport == "hierarchical" and plan.layout.num_ranks > 1:
+        return hierarchical.gather_sum(rows, weights, plan.layout, plan.node_size)
     sent = _pull(rows, plan)
     routes = sent.at[plan.layout.sent_of_route].get(mode="fill", fill_value=0)
     routes = routes.astype(jnp.float32)
