@@ -3,6 +3,9 @@
 `checkpoints/<step>/` is written by orbax (plain nested dictionaries of names). When it is
 committed, `digests.json` is added: size and SHA-256 of every file. A checkpoint counts when that
 file exists and agrees; anything else is set aside in `checkpoints_rejected/` and reported.
+
+With several processes each writes and reads the pieces of its devices; process 0 adds the digests
+and decides which checkpoint is used.
 """
 
 import concurrent.futures
@@ -19,8 +22,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from meshes import distributed
+
 DIGESTS = "digests.json"
 STATE, POSITION = "state", "position"  # the two items of a checkpoint
+DECISION_SECONDS = 3600  # processes wait so long while process 0 reads every byte
 
 
 class CheckpointWriteError(Exception):
@@ -61,6 +67,7 @@ class RunCheckpoints:
         self._undigested: int | None = None
         self._digesting: concurrent.futures.Future | None = None
         self._digested_step = 0
+        self._num_decisions = 0
 
     def save(self, step: int, tree: dict, position: dict) -> None:
         """Start writing; returns once the arrays are copied. Waits for the save before this one.
@@ -109,8 +116,9 @@ class RunCheckpoints:
                 raise OSError("the writer left nothing behind")
         except Exception as error:  # whatever the storage library raises, with its cause
             raise CheckpointWriteError(self._why(step, error)) from error
-        self._digesting = self._hashing.submit(write_digests, folder)
-        self._digested_step = step
+        if distributed.is_lead_process():
+            self._digesting = self._hashing.submit(write_digests, folder)
+            self._digested_step = step
 
     def _finish_digests(self) -> None:
         digesting, self._digesting = self._digesting, None
@@ -144,22 +152,30 @@ class RunCheckpoints:
         Raises:
             ValueError: as `read_latest`, or checkpoints exist and none is whole; nothing is moved.
         """
-        damaged: list[tuple[str, int]] = []
-        found = read_latest(
-            self.folder, abstract, report, lambda text, step: damaged.append((text, step))
-        )
-        if found is None and any(
-            (self.folder / str(step) / DIGESTS).exists() for _, step in damaged
-        ):
+        step, damaged = self._decide() if distributed.is_lead_process() else (None, [])
+        self._num_decisions += 1
+        name = f"checkpoint/{self._num_decisions}"
+        step, damaged = distributed.from_lead(name, [step, damaged], seconds=DECISION_SECONDS)
+        if step is None and any((self.folder / str(n) / DIGESTS).exists() for _, n in damaged):
             raise ValueError(
                 f"no checkpoint in {self.folder} can be used:\n  "
                 + "\n  ".join(text for text, _ in damaged)
                 + "\nRepair or delete them; a run without checkpoints starts again from step 0"
             )
-        for text, step in damaged:
-            self.reject(step)
-            report(f"{text}; moved to {self.rejected_folder / str(step)}")
+        found = None if step is None else read_step(self.folder, step, abstract)
+        distributed.wait_for_all(f"{name}/read", seconds=DECISION_SECONDS)
+        for text, number in damaged:
+            if distributed.is_lead_process():
+                self.reject(number)
+            report(f"{text}; moved to {self.rejected_folder / str(number)}")
+        distributed.wait_for_all(f"{name}/moved")
+        self._manager.reload()
         return found
+
+    def _decide(self) -> tuple[int | None, list[tuple[str, int]]]:
+        damaged: list[tuple[str, int]] = []
+        step = newest_whole(self.folder, lambda text, number: damaged.append((text, number)))
+        return step, damaged
 
     def reject(self, step: int) -> None:
         """Move a checkpoint aside, so that its step can be written again."""
@@ -167,7 +183,6 @@ class RunCheckpoints:
         target = self.rejected_folder / str(step)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(self.folder / str(step), target)
-        self._manager.reload()
 
 
 def quieten() -> None:
@@ -175,19 +190,13 @@ def quieten() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def read_latest(
-    folder: Path,
-    abstract: dict,
-    report: Callable[[str], None],
-    set_aside: Callable[[str, int], None] | None = None,
-) -> Restored | None:
+def read_latest(folder: Path, abstract: dict, report: Callable[[str], None]) -> Restored | None:
     """Newest checkpoint that is whole, with the shapes, types and shardings of `abstract`.
 
     Args:
         folder: `checkpoints/` of a run, which may be in training: nothing is changed.
         abstract: nested dictionary of names -> abstract arrays with shardings.
         report: told about each damaged checkpoint passed over.
-        set_aside: takes the place of `report`; called with the text and the step.
 
     Returns:
         None when there is no whole checkpoint.
@@ -195,24 +204,39 @@ def read_latest(
     Raises:
         ValueError: a whole checkpoint holds other arrays than `abstract`.
     """
-    quieten()
+    step = newest_whole(folder, lambda text, _: report(text))
+    return None if step is None else read_step(folder, step, abstract)
+
+
+def newest_whole(folder: Path, passed_over: Callable[[str, int], None]) -> int | None:
+    """Step of the newest checkpoint whose every byte is as it was written; None without any.
+
+    Args:
+        folder: `checkpoints/` of a run.
+        passed_over: told what is wrong with each newer one, and its step.
+    """
     for step in reversed(stored_steps(folder)):
-        checkpoint = Path(folder).absolute() / str(step)
-        problem = find_damage(checkpoint)
-        if problem is not None:
-            text = f"checkpoint {step} is damaged ({problem}), trying the one before"
-            if set_aside is None:
-                report(text)
-            else:
-                set_aside(text, step)
-            continue
-        with ocp.StandardCheckpointer() as reader:
-            stored = reader.metadata(checkpoint / STATE).item_metadata.tree
-            _check_same_arrays(stored, abstract, checkpoint)
-            tree = reader.restore(checkpoint / STATE, abstract)
-        position = json.loads((checkpoint / POSITION / "metadata").read_text())
-        return Restored(step, tree, position)
+        problem = find_damage(Path(folder) / str(step))
+        if problem is None:
+            return step
+        passed_over(f"checkpoint {step} is damaged ({problem}), trying the one before", step)
     return None
+
+
+def read_step(folder: Path, step: int, abstract: dict) -> Restored:
+    """One checkpoint, unverified. Every array goes where `abstract` says, however it was saved.
+
+    Raises:
+        ValueError: it holds other arrays than `abstract`.
+    """
+    quieten()
+    checkpoint = Path(folder).absolute() / str(step)
+    with ocp.StandardCheckpointer() as reader:
+        stored = reader.metadata(checkpoint / STATE).item_metadata.tree
+        _check_same_arrays(stored, abstract, checkpoint)
+        tree = reader.restore(checkpoint / STATE, abstract)
+    position = json.loads((checkpoint / POSITION / "metadata").read_text())
+    return Restored(step, tree, position)
 
 
 def stored_steps(folder: Path) -> list[int]:

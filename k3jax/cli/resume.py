@@ -5,9 +5,10 @@ from pathlib import Path
 
 import tyro
 
-from k3jax.cli.train import run_job
+from k3jax.cli.train import is_distributed, run_job
 from k3jax.errors import UserError
 from k3jax.train.config import RESUMABLE, TrainConfig
+from k3jax.train.supervisor import supervise
 
 USAGE = "usage: k3jax resume RUN [--steps N] [--checkpoint.every N] ..."
 
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"  {option}{'... (all of them)' if option.endswith('.') else ''}")
         print("\n`k3jax resume RUN --help` shows their meaning and present values.")
         raise SystemExit(0 if arguments else 2)
+    if is_distributed(arguments):
+        return supervise(["resume", *arguments])
     runs = [at for at, word in enumerate(arguments) if Path(word, "config.json").is_file()]
     at = runs[0] if runs and arguments[0].startswith("-") else 0
     path, options = arguments[at], arguments[:at] + arguments[at + 1 :]

@@ -3,16 +3,21 @@
 import itertools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 import tyro
 
+from k3jax.errors import UserError
 from k3jax.train.config import PRESETS, TrainConfig, preset
+from k3jax.train.supervisor import follow_parent, is_worker, supervise
 
 
 def main(arguments: Sequence[str]) -> int:
     """`k3jax train [MODEL] [options]`; the model's preset gives the defaults."""
     arguments = list(arguments)
+    if is_distributed(arguments):
+        return supervise(["train", *arguments])
     model = "tiny"
     if arguments and not arguments[0].startswith("-"):
         model = arguments.pop(0)
@@ -31,6 +36,11 @@ def main(arguments: Sequence[str]) -> int:
     from k3jax.train import job
 
     return run_job(lambda console: job.train(config, console))
+
+
+def is_distributed(arguments: Sequence[str]) -> bool:
+    """Whether this process is to start a worker and watch over it."""
+    return "--distributed" in arguments and not is_worker()
 
 
 class _Unattended:
@@ -60,19 +70,43 @@ class _Unattended:
 def run_job(job: Callable) -> int:
     """Run a training job with a console; an early end becomes its exit status.
 
+    The worker of a distributed run ends here.
+
     Returns:
         0; 143 after SIGTERM and 130 after SIGINT (saved); 3 when training diverged; 4 when a
-        checkpoint could not be written.
+        checkpoint could not be written; 7 when devices disagreed on what they hold copies of.
+        (5 is the parent's: a process of a distributed run died.)
     """
+    if not is_worker():
+        return _run(job)
+    from k3jax.train.processes import leave
+
+    follow_parent()
+    try:
+        code = _run(job)
+    except (UserError, FileNotFoundError) as error:
+        print(f"k3jax: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return leave(code)
+
+
+def _run(job: Callable) -> int:
     from rich.console import Console
 
     from k3jax.checkpoint.run import CheckpointWriteError
-    from k3jax.train.stopping import Diverged, Interrupted
+    from k3jax.train.stopping import Diverged, Interrupted, ReplicasDiffer
 
     console = Console(file=_Unattended(sys.stdout))
     try:
         job(console)
-    except (Interrupted, Diverged) as end:
+    except (Interrupted, Diverged, ReplicasDiffer) as end:
         console.print(f"[bold]{type(end).__name__.lower()}[/]: {end}", highlight=False)
         return end.exit_code
     except CheckpointWriteError as error:

@@ -1,10 +1,11 @@
-"""Batches of rows by grain: deterministic, restartable, sharded by process."""
+"""Batches of rows by grain: deterministic, restartable, each process its own rows."""
+
+from collections.abc import Sequence
 
 import grain
 import jax
 import numpy as np
 
-from k3jax.data.bytes import MEDIA_PAD
 from k3jax.data.mixture import Mixture, spread
 from k3jax.media import Media
 
@@ -14,42 +15,39 @@ ENDLESS = 1 << 40  # batches
 
 
 class Batches:
-    """Random access batches: `batches[n]` is the part of step n that this process computes.
+    """Random access batches: `batches[n]` holds the rows of step n that this process computes.
 
     A batch is rows n * B ... n * B + B - 1 of the mixture, those with pictures spread evenly over
-    it, so that processes and micro-batches get like shares. Process p of P takes the p-th of P
-    contiguous parts. Pictures of a micro-batch fill one block of a static size.
+    it, so that devices and micro-batches get like shares. Pictures of a micro-batch fill one block
+    of a static size; they are those of all its rows, whichever of them this process holds.
 
     Args:
         mixture: endless rows.
         batch: rows per step over all processes, B.
-        micro_batches: parts that a process computes one after the other.
-        process: (index, count).
+        micro_batches: parts that are computed one after the other.
+        rows: which of the B rows to load, ascending.
     """
 
     def __init__(
-        self, mixture: Mixture, *, batch: int, micro_batches: int, process: tuple[int, int]
+        self, mixture: Mixture, *, batch: int, micro_batches: int, rows: Sequence[int] | None
     ):
-        index, count = process
-        if batch % (count * micro_batches):
+        if batch % micro_batches:
             raise ValueError(
-                f"batch={batch} must be divisible by the {count} processes times the "
-                f"{micro_batches} micro-batches"
+                f"batch={batch} must be divisible by the {micro_batches} micro-batches"
             )
         self.mixture, self.batch = mixture, batch
-        local = batch // count
-        self._own = slice(index * local, (index + 1) * local)
-        self._micro_rows = local // micro_batches
+        self.rows = list(range(batch) if rows is None else rows)
+        self._micro_rows = batch // micro_batches
         self._with_pictures = {
-            name for name, rows in mixture.sources.items() if hasattr(rows, "most_pictures")
+            name for name, source in mixture.sources.items() if hasattr(source, "most_pictures")
         }
         if self._with_pictures:
-            rows = mixture.most_in_window(self._with_pictures, batch)
-            rows = -(-rows // (count * micro_batches))
+            shown = mixture.most_in_window(self._with_pictures, batch)
+            shown = -(-shown // micro_batches)
             sources = [mixture.sources[name] for name in self._with_pictures]
             self._patch_size = sources[0].patch_size
-            self._items = rows * max(source.most_pictures for source in sources)
-            self._patches = rows * max(
+            self._items = shown * max(source.most_pictures for source in sources)
+            self._patches = shown * max(
                 source.most_pictures * source.patches_per_picture for source in sources
             )
 
@@ -62,21 +60,31 @@ class Batches:
     def __getitem__(self, index: int) -> dict:
         numbers = range(index * self.batch, (index + 1) * self.batch)
         shows = np.array([self.mixture.source_of(n) in self._with_pictures for n in numbers])
-        rows = [self.mixture[numbers[i]] for i in spread(shows)[self._own]]
+        order = spread(shows)
+        needed = {*self.rows, *np.flatnonzero(shows[order])}
+        rows = {at: self.mixture[numbers[order[at]]] for at in sorted(needed)}
         batch = {
-            "tokens": np.stack([row["tokens"] for row in rows]),
-            "segment_ids": np.stack([row["segment_ids"] for row in rows]),
+            name: np.stack([rows[at][name] for at in self.rows])
+            for name in ("tokens", "segment_ids")
         }
         if self._with_pictures:
-            starts = range(0, len(rows), self._micro_rows)
             blocks = [
                 join_pictures(
-                    rows[at : at + self._micro_rows], self._patches, self._items, self._patch_size
+                    [rows[at] for at in range(first, first + self._micro_rows) if at in rows],
+                    self._patches,
+                    self._items,
+                    self._patch_size,
                 )
-                for at in starts
+                for first in range(0, self.batch, self._micro_rows)
             ]
             batch["media"] = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
         return batch
+
+    def count_rows(self, index: int) -> dict[str, int]:
+        """How many rows the whole batch has, and how many of them show pictures."""
+        numbers = range(index * self.batch, (index + 1) * self.batch)
+        shows = [self.mixture.source_of(n) in self._with_pictures for n in numbers]
+        return {"rows": self.batch, "picture_rows": sum(shows)}
 
 
 def join_pictures(rows: list[dict], num_patches: int, num_items: int, patch_size: int) -> Media:
@@ -97,12 +105,6 @@ def join_pictures(rows: list[dict], num_patches: int, num_items: int, patch_size
     )
 
 
-def count_rows(batch: dict) -> dict[str, int]:
-    """How many rows a batch has, and how many of them show pictures."""
-    shows = (batch["tokens"] == MEDIA_PAD).any(axis=1)
-    return {"rows": len(shows), "picture_rows": int(shows.sum())}
-
-
 class Loader:
     """Endless iterator over batches that remembers its position.
 
@@ -112,7 +114,7 @@ class Loader:
         mixture: endless rows.
         batch: rows per step over all processes.
         micro_batches: see `Batches`.
-        process_index, process_count: default to those of jax.
+        rows: which rows of a batch to load; all by default.
     """
 
     def __init__(
@@ -121,14 +123,9 @@ class Loader:
         *,
         batch: int,
         micro_batches: int = 1,
-        process_index: int | None = None,
-        process_count: int | None = None,
+        rows: Sequence[int] | None = None,
     ):
-        index = jax.process_index() if process_index is None else process_index
-        count = jax.process_count() if process_count is None else process_count
-        self.batches = Batches(
-            mixture, batch=batch, micro_batches=micro_batches, process=(index, count)
-        )
+        self.batches = Batches(mixture, batch=batch, micro_batches=micro_batches, rows=rows)
         self._iterator = iter(grain.MapDataset.source(self.batches).to_iter_dataset(READ_OPTIONS))
 
     def __iter__(self) -> "Loader":
@@ -139,7 +136,7 @@ class Loader:
         return next(self._iterator)
 
     def shapes(self) -> dict:
-        """Shapes and types of a batch."""
+        """Shapes and types of what this process loads of a batch."""
         return jax.eval_shape(lambda: self.batches[0])
 
     def get_state(self) -> dict:

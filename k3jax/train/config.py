@@ -8,11 +8,18 @@ from pathlib import Path
 
 from k3jax.config.hf import read_json
 from k3jax.errors import UserError
+from k3jax.ops.parallel import Parallel
+from k3jax.train.machines import ChecksConfig, ClusterConfig, MeshConfig
 
 # What `k3jax resume` may change: nothing that alters what has been computed so far.
 DEFAULT_PICTURES = 0.25
 PROFILE_WARM_UP = 2  # steps before the recorded ones
-RESUMABLE = ("steps", "max_skipped", "profile", "checkpoint.", "evaluation.", "data.path")
+RESUMABLE = (
+    *("steps", "max_skipped", "profile", "checkpoint.", "evaluation.", "data.path"),
+    *("mesh.", "distributed", "cluster.", "checks.", "compile_cache"),
+    *("parallel.transport", "parallel.node_size", "parallel.expert_chunks"),
+    *("parallel.attention", "parallel.context_layout"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,25 @@ class OptimizerConfig:
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise UserError(f"optimizer.{name}={value} must be finite and not negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalancingConfig:
+    """What keeps the load of the routed experts even."""
+
+    rule: typing.Literal["quantile", "sign", "aux", "none"] = "quantile"
+    """Quantile Balancing, or for comparison a bias that moves by a fixed rate, a loss beside the
+    training loss, or nothing."""
+    sign_rate: float = 1e-3
+    """Step of the biases under the rule `sign`."""
+    aux_weight: float = 1e-2
+    """Weight of the loss of the rule `aux`, summed over layers."""
+
+    def __post_init__(self):
+        for name in ("sign_rate", "aux_weight"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise UserError(f"balancing.{name}={value} must be finite and above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,8 +180,18 @@ class TrainConfig:
     checkpoints that fall among them follow after."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    balancing: BalancingConfig = dataclasses.field(default_factory=BalancingConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    distributed: bool = False
+    """Compute with other processes, each started with this command on its own host."""
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    checks: ChecksConfig = dataclasses.field(default_factory=ChecksConfig)
+    compile_cache: str | None = None
+    """Folder of compiled programs, so that the next start is quicker; `off` keeps none. By default
+    k3jax/compiled below the user's cache folder."""
 
     def __post_init__(self):
         for field in ("steps", "batch", "micro_batches", "max_skipped"):
@@ -204,8 +240,14 @@ def preset(model: str) -> TrainConfig:
 
 
 def to_dict(config: TrainConfig) -> dict:
-    """Nested dictionary for `config.json`."""
-    return dataclasses.asdict(config)
+    """Nested dictionary for `config.json`, the same from every process.
+
+    How the processes of one start found each other is left out: the next start says it anew.
+    """
+    cluster = dataclasses.replace(
+        config.cluster, coordinator=None, num_processes=None, process_id=None
+    )
+    return dataclasses.asdict(dataclasses.replace(config, distributed=False, cluster=cluster))
 
 
 def from_dict(values: dict, cls: type = TrainConfig):

@@ -16,6 +16,7 @@ from k3jax.checkpoint.source import Experts, Source, convert_source, open_source
 from k3jax.checkpoint.staging import Staging
 from k3jax.train.converted import STEP, ConvertedWeights
 from k3jax.train.converted_writer import write_weights
+from k3jax.train.machines import MeshConfig
 from k3jax.train.restore import load_run
 from k3jax.train.run_directory import RunDirectory, environment
 
@@ -82,7 +83,7 @@ def _describe_run(source: Source, origin: Path, staging: Staging) -> None:
             "decay_shape": list(decay_shape(source.cfg)),
             "num_tensors": len(source.tensors),
         },
-        "environment": environment(),
+        "environment": environment(MeshConfig()),
     }
     staging.add("config.json", json.dumps(described, indent=2) + "\n")
 

@@ -52,8 +52,14 @@ class HeldOut:
         positions = self.positions(num_bytes)
         return {name: float(values[positions].mean()) for name, values in bits.items()}
 
-    def evaluate(self, step, params: dict, rest: dict, num_bytes: int) -> HeldOutResult:
-        """Run the compiled evaluation `step` over a sample; 0 takes all held-out text."""
+    def evaluate(self, step, num_bytes: int) -> HeldOutResult:
+        """Measure a sample; 0 takes all held-out text.
+
+        Args:
+            step: function of complete host arrays `tokens` and `segment_ids` [batch, T]
+                (`make_evaluation_step` with parameters).
+            num_bytes: size of the sample.
+        """
         chosen = held_out_rows(self.rows, num_bytes or None)
         pending = []
         for at in range(0, len(chosen), self.batch):
@@ -62,7 +68,7 @@ class HeldOut:
             segment_ids = np.zeros_like(tokens)
             for row, source in enumerate(picked):
                 tokens[row], segment_ids[row] = source["tokens"], source["segment_ids"]
-            pending.append(step(params, rest, tokens, segment_ids))
+            pending.append(step(tokens=tokens, segment_ids=segment_ids))
         sums = jax.device_get(pending)
         # float64 on the host: a float32 sum over many batches would lose digits.
         nats = float(sum(np.float64(part["nats"]) for part in sums))

@@ -3,18 +3,24 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from k3jax.config import K3Config
+from k3jax.errors import UserError
 from k3jax.train import config as train_config
+from k3jax.train import processes
+from k3jax.train.compile_cache import use_compile_cache
 from k3jax.train.config import TrainConfig, resolve_model
-from k3jax.train.data import read_data
+from k3jax.train.data import TrainingData, read_data
+from k3jax.train.identity import what_counts
 from k3jax.train.progress import Stopwatch
 from k3jax.train.run_directory import RunDirectory, choose_path, environment
-
-NUM_PICTURES = 8  # held-out pictures to keep as files
+from k3jax.train.stopping import Diverged, Interrupted, ReplicasDiffer
+from k3jax.train.supervisor import Report, clear_notices
+from meshes import distributed
 
 
 def train(config: TrainConfig, console: Console) -> RunDirectory:
@@ -22,20 +28,23 @@ def train(config: TrainConfig, console: Console) -> RunDirectory:
 
     Raises:
         UserError: something in the arguments or the data, before any device is used.
-        Interrupted, Diverged: see `k3jax.train.stopping`.
+        Interrupted, Diverged, ReplicasDiffer: see `k3jax.train.stopping`.
     """
-    watch = Stopwatch()
+    watch, report = Stopwatch(), Report()
+    watch.enter("start")
+    console = _join_others(config, console, report)
     watch.enter("data")
-    model = resolve_model(config.model)
     if config.data.path is not None:  # a run is resumed from any folder
         path = str(Path(config.data.path).expanduser().absolute())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
-    choose_path(config)  # a taken name shows before the data is read
-    data = read_data(config, model)
-    run = RunDirectory.create(config, model, data.corpus.summary())
-    with contextlib.closing(run):
+    # A taken name shows before the data is read.
+    processes.decided_by_lead("name", lambda: str(choose_path(config)))
+    model, data = _prepare(config, lambda: resolve_model(config.model))
+
+    create = functools.partial(RunDirectory.create, config, model, data.corpus.summary())
+    with contextlib.closing(_open_together(create, config, report)) as run:
         console.print(f"run directory: [bold]{run.path}[/]", highlight=False)
-        _see_through(run, config, data, console, watch)
+        _see_through(run, config, data, console, watch, report)
     return run
 
 
@@ -49,36 +58,105 @@ def resume(path: str, override, console: Console) -> RunDirectory:
 
     Raises:
         UserError: no run, a change that is not allowed, other text than before, ...
-        Interrupted, Diverged: see `k3jax.train.stopping`.
+        Interrupted, Diverged, ReplicasDiffer: see `k3jax.train.stopping`.
     """
-    watch = Stopwatch()
+    watch, report = Stopwatch(), Report()
+    watch.enter("start")
+    old = dataclasses.replace(RunDirectory(Path(path)).train_config(), profile=0)  # one is enough
+    config = override(old)
+    console = _join_others(config, console, report)
     watch.enter("data")
-    run = RunDirectory.open(path)
+    run = _open_together(lambda: RunDirectory.open(path), config, report)
     with contextlib.closing(run):
-        _continue(run, override, console, watch)
+        changed = train_config.check_overrides(old, config)
+        _, data = _prepare(config, run.model_config)
+        described = _describe_resumed(run, config, changed)
+        _see_through(run, config, data, console, watch, report, described=described)
     return run
 
 
-def _continue(run: RunDirectory, override, console: Console, watch: Stopwatch) -> None:
-    old = dataclasses.replace(run.train_config(), profile=0)  # one profile is enough
-    config = override(old)
-    changed = train_config.check_overrides(old, config)
-    data = read_data(config, run.model_config())
+def _join_others(config: TrainConfig, console: Console, report: Report) -> Console:
+    """Connect the processes of a distributed run; the console of this one."""
+    use_compile_cache(config.compile_cache)
+    if not config.distributed:
+        return console
+    processes.connect(config.cluster, report)
+    return processes.lead_console(console)
+
+
+def _prepare(config: TrainConfig, read_model) -> tuple[K3Config, TrainingData]:
+    """Model and data of a run, the same in all processes.
+
+    Raises:
+        UserError: from reading them, or the processes differ.
+    """
+    try:
+        model = read_model()
+        data = read_data(config, model)
+    except UserError as error:
+        if not distributed.is_distributed():
+            raise
+        processes.agree({}, str(error), seconds=config.cluster.start_seconds)
+        raise AssertionError("agree raises where there is trouble") from error
+    if distributed.is_distributed():
+        table = {
+            "train": train_config.to_dict(config) | what_counts(config),
+            "model": model.to_hf(),
+            "corpus": data.corpus.digest,
+            "environment": processes.comparable_environment(),
+        }
+        processes.agree(table, None, seconds=config.cluster.start_seconds)
+    return model, data
+
+
+def _open_together(opened, config: TrainConfig, report: Report) -> RunDirectory:
+    """The run directory that process 0 makes or opens, as all processes see it."""
+    made = []
+
+    def by_lead() -> str:
+        made.append(opened())
+        clear_notices(made[0].path)
+        return str(made[0].path.absolute())
+
+    path = processes.decided_by_lead("run directory", by_lead)
+    run = made[0] if made else RunDirectory(Path(path))
+    if distributed.is_distributed():
+        processes.check_shared_folder(run.path, seconds=config.cluster.start_seconds)
+    report.update(run=path, step=0)
+    return run
+
+
+def _describe_resumed(run: RunDirectory, config: TrainConfig, changed: dict) -> dict:
+    """What config.json says from now on."""
     described = run.read_config()
     described["train"] = train_config.to_dict(config)
+    now = environment(config.mesh)
+    before = (described["resumed"] or [described])[-1].get("environment", {}).get("devices", {})
+    # How the processes find each other is no change of the run; how many there are is.
+    changed = {
+        name: list(values)
+        for name, values in changed.items()
+        if not name.startswith(("cluster.", "distributed"))
+    }
+    for name in ("processes", "count", "kind"):
+        if before.get(name) != now["devices"][name]:
+            changed[f"devices.{name}"] = [before.get(name), now["devices"][name]]
     described["resumed"].append(
         {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "changed": {name: list(values) for name, values in changed.items()},
-            "environment": environment(),
+            "changed": changed,
+            "environment": now,
         }
     )
-    _see_through(run, config, data, console, watch, described=described)
+    return described
 
 
-def _see_through(run, config, data, console, watch, *, described: dict | None = None) -> None:
+def _see_through(
+    run, config, data, console, watch, report, *, described: dict | None = None
+) -> None:
     """Train to the end; with `described`, continue and write that config.json."""
     from k3jax.train.loop import Trainer
+    from k3jax.train.summary import measure, write_up
 
     summary = data.corpus.summary()
     console.print(
@@ -89,126 +167,46 @@ def _see_through(run, config, data, console, watch, *, described: dict | None = 
     )
     for note in data.corpus.notes:
         console.print(f"note: {note}", highlight=False)
-    trainer = Trainer(run, config, run.model_config(), data, console, watch)
+    trainer = Trainer(run, config, run.model_config(), data, console, watch, report)
     try:
-        watch.enter("initial state")
-        trainer.start(resume=described is not None)
-        if described is not None:  # only now is it sure that the run goes on
-            run.write_config(described)
-            if "steps" in described["resumed"][-1]["changed"]:
-                console.print(
-                    f"from here on the learning rate follows the schedule of {config.steps} steps"
-                )
-        if config.optimizer.warmup_steps > config.steps // 2:
-            console.print(
-                f"note: the warm-up takes {config.steps // 2} steps, half of the run, instead of "
-                f"{config.optimizer.warmup_steps}"
-            )
-        if trainer.step_number < config.steps:
-            watch.enter("compilation")
-            console.print("compiling the training step ...")
-            trainer.compile()
-            run.record_kernels()
-            watch.enter("training")
-            trainer.fit()
-        _finish(trainer, console, watch)
-    finally:
+        with trainer.placement.scope():
+            _train(trainer, described)
+            measured = measure(trainer)
+        model = trainer.model()
+        if distributed.is_lead_process():
+            write_up(trainer, model, measured)
+    except (Interrupted, Diverged, ReplicasDiffer, UserError):
         trainer.close()
+        raise
+    except BaseException:
+        # Waiting for a checkpoint waits for the others, who may be dead.
+        if not distributed.is_distributed():
+            trainer.close()
+        raise
+    trainer.close()
 
 
-def _finish(trainer, console: Console, watch: Stopwatch) -> None:
-    from k3jax.train.metrics import read_metrics, realised_shares
-    from k3jax.train.plots import write_plots
-    from k3jax.train.reading import reading_record
-    from k3jax.train.reading_plots import write_pictures
-    from k3jax.train.report import write_report
-    from k3jax.train.samples import choose_prompts, write_samples
-
-    run, config = trainer.run, trainer.config
-    watch.enter("final evaluation")
-    num_bytes = config.evaluation.final_num_bytes
-    result = trainer.evaluate(num_bytes)
-    baselines = trainer.held_out.baselines(trainer.data.corpus.train, num_bytes)
-    reading = trainer.evaluate_pictures(num_bytes)
-    trainer.metrics.write(
-        "final",
-        trainer.step_number,
-        held_out_bits_per_byte=result.bits_per_byte,
-        held_out_bytes=result.num_bytes,
-        baselines=baselines,
-        expert_counts=None if result.expert_counts is None else result.expert_counts.tolist(),
-        **reading_record(reading),
-        **realised_shares(read_metrics(run.metrics_file)),
-    )
-    watch.enter("samples")
-    model = trainer.model()
-    text = None
-    if config.evaluation.sample_bytes:
-        prompts = choose_prompts(trainer.data.corpus)
-        text = write_samples(run, model, prompts, config.evaluation.sample_bytes, config.seed)
-    watch.enter("plots and report")
-    examples = () if reading is None else reading.examples
-    pictures = write_pictures(run.pictures, examples[:NUM_PICTURES]) if examples else []
-    write_plots(run, model, trainer.held_out.rows[0], examples)
-    watch.enter("end")
-    write_report(run, watch.seconds)
-    if text is not None:
-        console.print("\n[bold]samples[/]")
-        console.print(text, highlight=False, markup=False)
-    console.print(_results(result, baselines))
-    if reading is not None:
-        console.print(_reading(reading))
-    console.print(_times(watch.seconds))
-    console.print(f"report: [bold]{run.report_file}[/]   all files: {run.path}", highlight=False)
-    console.print(_next_steps(run, config, pictures), highlight=False, markup=False)
-
-
-def _next_steps(run: RunDirectory, config: TrainConfig, pictures: list[Path]) -> str:
-    prompt = "import " if config.data.path is None else "The "
-    steps = {
-        f"k3jax generate {run.path} --prompt {prompt!r}": "let it write",
-        **{f"k3jax generate {run.path} --image {path}": "let it read" for path in pictures[:1]},
-        f"k3jax resume {run.path} --steps {2 * config.steps}": "train longer",
-    }
-    if config.data.path is None:
-        steps[f"k3jax train {config.model} --data.path FOLDER"] = "train on your own text"
-    if not config.profile:
-        steps[f"k3jax train {config.model} --profile 5"] = "see where the time goes"
-    width = max(map(len, steps))
-    lines = [f"{command:{width}}   {why}" for command, why in steps.items()]
-    return "next: " + "\n      ".join(lines)
-
-
-def _results(result, baselines: dict[str, float]) -> Table:
-    table = Table(title=f"held-out bits per byte on {result.num_bytes:,} bytes (lower is better)")
-    table.add_column("predicts the next byte from")
-    table.add_column("bits per byte", justify="right")
-    table.add_column("model is better by", justify="right")
-    words = {
-        "unigram": "nothing (unigram counts)",
-        "bigram": "the byte before (bigram counts)",
-        "trigram": "two bytes (interpolated trigram)",
-    }
-    for name, bits in baselines.items():
-        table.add_row(words[name], f"{bits:.3f}", f"{bits - result.bits_per_byte:.3f}")
-    table.add_row("[bold]this model", f"[bold]{result.bits_per_byte:.3f}", "")
-    return table
-
-
-def _reading(reading) -> Table:
-    table = Table(title=f"bits per byte of {reading.num_bytes:,} bytes of words in pictures")
-    table.add_column("the model sees")
-    table.add_column("bits per byte", justify="right")
-    table.add_row("the picture of the word", f"{reading.right:.3f}")
-    table.add_row("the picture of another word", f"{reading.swapped:.3f}")
-    return table
-
-
-def _times(seconds: dict[str, float]) -> Table:
-    table = Table(title="where the time went")
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    for phase, spent in seconds.items():
-        table.add_row(phase, f"{spent:.1f}")
-    table.add_row("[bold]total", f"[bold]{sum(seconds.values()):.1f}")
-    return table
+def _train(trainer, described: dict | None) -> None:
+    run, config, console, watch = trainer.run, trainer.config, trainer.console, trainer.watch
+    watch.enter("initial state")
+    trainer.start(resume=described is not None)
+    if described is not None:  # only now is it sure that the run goes on
+        if distributed.is_lead_process():
+            run.write_config(described)
+        if "steps" in described["resumed"][-1]["changed"]:
+            console.print(
+                f"from here on the learning rate follows the schedule of {config.steps} steps"
+            )
+    if config.optimizer.warmup_steps > config.steps // 2:
+        console.print(
+            f"note: the warm-up takes {config.steps // 2} steps, half of the run, instead of "
+            f"{config.optimizer.warmup_steps}"
+        )
+    if trainer.step_number < config.steps:
+        watch.enter("compilation")
+        console.print("compiling the training step ...")
+        trainer.compile()
+        if distributed.is_lead_process():
+            run.record_kernels()
+        watch.enter("training")
+        trainer.fit()

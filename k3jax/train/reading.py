@@ -61,8 +61,14 @@ class HeldOutPictures:
         self.rows, self.batch = rows, batch
         self.order = document_order([str(i) for i in range(len(rows))], seed=0)
 
-    def evaluate(self, step, params: dict, rest: dict, num_bytes: int) -> ReadingResult:
-        """Run the compiled reading `step` over about `num_bytes` tokens; 0 takes all rows."""
+    def evaluate(self, step, num_bytes: int) -> ReadingResult:
+        """Measure about `num_bytes` tokens; 0 takes all rows.
+
+        Args:
+            step: function of complete host arrays `tokens`, `segment_ids`, `media`, `answers`
+                (`make_reading_step` with parameters).
+            num_bytes: size of the sample.
+        """
         count = -(-num_bytes // self.rows.length) if num_bytes else len(self.order)
         chosen = self.order[: max(1, count)]
         pending = []
@@ -73,7 +79,7 @@ class HeldOutPictures:
                 row | {"patches": self._swapped(i)} for i, row in zip(numbers, picked, strict=True)
             ]
             for swap, shown in ((False, picked), (True, swapped)):
-                pending.append((swap, step(params, rest, *self._inputs(shown))))
+                pending.append((swap, step(**self._inputs(shown))))
         nats, targets = {False: 0.0, True: 0.0}, {False: 0, True: 0}
         measured = jax.device_get(pending)
         for swap, part in measured:
@@ -102,7 +108,7 @@ class HeldOutPictures:
             images.append(pairs[other].image)
         return self.rows.process(images).patches
 
-    def _inputs(self, picked: list[dict]):
+    def _inputs(self, picked: list[dict]) -> dict:
         shape = (self.batch, self.rows.length)
         arrays = [np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)]
         for array, name in zip(arrays, ("tokens", "segment_ids", "answers"), strict=True):
@@ -113,4 +119,9 @@ class HeldOutPictures:
             picked, items * self.rows.patches_per_picture, items, self.rows.patch_size
         )
         tokens, segment_ids, answers = arrays
-        return tokens, segment_ids, media, answers
+        return {
+            "tokens": tokens,
+            "segment_ids": segment_ids,
+            "media": media,
+            "answers": answers,
+        }

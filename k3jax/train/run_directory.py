@@ -1,5 +1,6 @@
 """`runs/<name>/`: created once, never overwritten unasked, described by its config.json."""
 
+import dataclasses
 import datetime
 import fcntl
 import importlib.metadata
@@ -14,6 +15,7 @@ from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.train import config as train_config
 from k3jax.train.config import TrainConfig
+from k3jax.train.machines import MeshConfig
 
 PACKAGES = ("k3jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -58,7 +60,7 @@ class RunDirectory:
                 "model": model.to_hf(),
                 "preset": {"name": config.model, "version": importlib.metadata.version("k3jax")},
                 "corpus": corpus,
-                "environment": environment(),
+                "environment": environment(config.mesh),
                 "resumed": [],
             }
         )
@@ -187,15 +189,22 @@ def choose_path(config: TrainConfig) -> Path:
     return path
 
 
-def environment() -> dict:
-    """Versions, commit and devices: what else decides the numbers of a run."""
+def versions() -> dict:
+    """Interpreter, packages and commit."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def environment(mesh: MeshConfig) -> dict:
+    """Versions, devices and mesh: what else decides the numbers of a run."""
     import jax
 
     return {
-        "python": platform.python_version(),
+        **versions(),
         "platform": platform.platform(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "commit": _commit(),
         "devices": {
             "backend": jax.default_backend(),
             "kind": jax.devices()[0].device_kind,
@@ -203,7 +212,8 @@ def environment() -> dict:
             "processes": jax.process_count(),
             "cpu_cores": os.cpu_count(),
         },
-        "mesh": None,  # one device: no mesh in force
+        # One device: no mesh in force.
+        "mesh": dataclasses.asdict(mesh) if mesh.num_devices > 1 else None,
     }
 
 

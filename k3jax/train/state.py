@@ -39,7 +39,8 @@ class ModelParts:
 
         self.cfg = cfg
         self._init = (lambda *args: pack_experts(init(*args))) if packed_experts else init
-        template = jax.eval_shape(lambda key: self._init(cfg, key), jax.random.key(0))
+        # The key inside: a mesh of described devices computes nothing.
+        template = jax.eval_shape(lambda: self._init(cfg, jax.random.key(0)))
         variables = named_variables(template)
         leaves, self._structure = jax.tree.flatten(template)
         if len(leaves) != len(variables):
@@ -113,6 +114,11 @@ def to_tree(state: TrainState) -> dict:
     for name, flat in (("params", state.params), ("rest", state.rest), ("optimizer", optimizer)):
         tree[name] = traverse_util.unflatten_dict(flat, sep=".")
     return tree
+
+
+def named_arrays(state: TrainState) -> dict:
+    """Dotted name -> array, in one dictionary."""
+    return traverse_util.flatten_dict(to_tree(state), sep=".")
 
 
 def from_tree(tree: dict, like: TrainState) -> TrainState:

@@ -18,6 +18,23 @@ class Diverged(Exception):
     exit_code = 3
 
 
+class ReplicasDiffer(Exception):
+    """Devices that should hold the same numbers do not: a broken chip, or a program at fault."""
+
+    exit_code = 7
+
+    def __init__(self, step: int, devices: dict[str, list[str]]):
+        shown = [
+            f"{name} on {', '.join(where[:3])}{' ...' if len(where) > 3 else ''}"
+            for name, where in list(devices.items())[:4]
+        ]
+        more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
+        super().__init__(
+            f"after step {step} copies of the same array differ: {'; '.join(shown)}{more}. The "
+            "checkpoint before it may still be whole: test those devices, then resume"
+        )
+
+
 class StopRequest:
     """Turns SIGTERM and the first SIGINT into a request that the loop reads between steps.
 

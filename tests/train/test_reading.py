@@ -15,12 +15,12 @@ def test_every_picture_is_swapped_for_one_of_another_word(length):
     rows = PictureRows(TextPictures(WORDS), length=length, patch_size=14)
     shown = []
 
-    def step(params, rest, tokens, segment_ids, media, answers):
+    def step(tokens, segment_ids, media, answers):
         shown.append(np.asarray(media.patches))
         bits = float(answers.sum())
         return {"nats": bits, "targets": answers.sum(), "guesses": np.zeros_like(tokens)[:, 1:]}
 
-    result = HeldOutPictures(rows, batch=2).evaluate(step, {}, {}, 0)
+    result = HeldOutPictures(rows, batch=2).evaluate(step, 0)
     assert result.num_bytes == sum(map(len, WORDS))
     per_picture = rows.patches_per_picture
     for right, swapped in zip(shown[::2], shown[1::2], strict=True):
