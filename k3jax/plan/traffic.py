@@ -1,0 +1,217 @@
+"""Bytes that one device receives per step, by mesh axis and kind of link, and their seconds."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import meshes
+from k3jax.plan.local import Local
+from k3jax.plan.workload import BYTES
+
+# Redundant experts that balanced mode really fetches, as a share of the E/R it has room for:
+# Zipf routing at 64 ranks fetched 140 copies in all, of 64 * 14.
+FETCHED_SHARE = 0.16
+# Start of one collective, for steps that move little: one crossing of fast or slow links.
+LATENCY_FAST, LATENCY_SLOW = 5e-6, 30e-6
+# Share of a transfer's time that computation hides: gathers are issued ahead, exchanges are hidden
+# behind another chunk and the shared experts, pieces of the residual stream are waited for.
+HIDDEN: dict[str, float] = {
+    "weights": 0.8,
+    "gradients": 0.8,
+    "replicas": 0.8,
+    "rows": 0.5,
+    "redundant experts": 0.8,
+    "stream": 0.2,
+    "states": 0.2,
+    "stages": 0.5,
+    "partial sums": 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What moves along one axis for one reason, per device and step."""
+
+    axis: str
+    what: str  # a key of HIDDEN
+    fast_bytes: float
+    slow_bytes: float
+    seconds: float
+    collectives: float
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.seconds * (1 - HIDDEN[self.what])
+
+
+class Traffic:
+    """Collects transfers; every method adds to one."""
+
+    def __init__(self, links: Mapping[str, meshes.Links]):
+        self.links = links
+        self._found: dict[tuple[str, str], list[float]] = {}
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All of them, with bytes."""
+        return tuple(
+            Transfer(
+                axis=axis,
+                what=what,
+                fast_bytes=fast,
+                slow_bytes=slow,
+                seconds=seconds,
+                collectives=count,
+            )
+            for (axis, what), (fast, slow, seconds, count) in self._found.items()
+        )
+
+    def gather(self, axis: str, what: str, whole_bytes: float, times: float) -> None:
+        """`times` all-gathers (or reduce-scatters) of `whole_bytes`."""
+        link = self.links[axis]
+        if link.size == 1 or not whole_bytes:
+            return
+        piece = whole_bytes / link.size
+        slow = piece * (link.outside - 1)
+        fast = piece * link.outside * (link.inside - 1)
+        self._add(axis, what, fast, slow, link.gather_seconds(whole_bytes), times)
+
+    def reduce(self, axis: str, what: str, whole_bytes: float, times: float) -> None:
+        """All-reduces: a scatter and a gather."""
+        self.gather(axis, what, whole_bytes, 2 * times)
+
+    def gather_over(self, axes, what: str, piece_bytes: float, times: float) -> None:
+        """Gathers over several axes, the outermost first, while the pieces are small."""
+        for axis in axes:
+            piece_bytes *= self.links[axis].size
+            self.gather(axis, what, piece_bytes, times)
+
+    def exchange(self, axis: str, what: str, sent: float, slow: float, times: float) -> None:
+        """All-to-alls of `sent` bytes, of which `slow` go to another node."""
+        link = self.links[axis]
+        if link.size == 1:
+            return
+        self._add(axis, what, sent - slow, slow, link.exchange_seconds(sent - slow, slow), times)
+
+    def _add(self, axis, what, fast, slow, seconds, times) -> None:
+        link = self.links[axis]
+        latency = LATENCY_SLOW if link.outside > 1 else LATENCY_FAST
+        row = self._found.setdefault((axis, what), [0.0, 0.0, 0.0, 0.0])
+        row[0] += fast * times
+        row[1] += slow * times
+        row[2] += (seconds + latency) * times
+        row[3] += times
+
+
+def count_traffic(local: Local, links: Mapping[str, meshes.Links]) -> tuple[Transfer, ...]:
+    """All transfers of one step."""
+    traffic = Traffic(links)
+    micro = local.candidate.micro_batches
+    training = local.work.use == "training"
+    passes = 3 if training else 1  # forward, recomputation, backward
+    _weights(traffic, local, micro, training)
+    _stream(traffic, local, micro * passes)
+    if local.cfg.moe:
+        _experts(traffic, local, micro, training)
+    if local.shape.context > 1 and local.work.use != "decode":
+        _context(traffic, local, micro * passes)
+    if local.pipeline:
+        vector = local.stream * local.cfg.dim * local.work.activation_bytes
+        moved = local.pipeline.bytes_sent(vector) / local.shape.stage
+        traffic.exchange(meshes.STAGE, "stages", moved, _slow_part(links, meshes.STAGE, moved), 1)
+    return traffic.transfers()
+
+
+def _slow_part(links, axis: str, sent: float) -> float:
+    """Of a shift along an axis, what the slowest device sends over the network."""
+    return sent if links[axis].outside > 1 else 0.0
+
+
+def _weights(traffic: Traffic, local: Local, micro: int, training: bool) -> None:
+    width = BYTES[local.work.precision.parameters]
+    for group in local.weights:
+        if not group.trained or group.part == "vision":
+            continue
+        times = group.units(local.shape.stage) * micro
+        piece = group.stored * width
+        if group.gathered_over:
+            traffic.gather_over(
+                group.gathered_over, "weights", piece, times * (2 if training else 1)
+            )
+            if training:
+                traffic.gather_over(group.gathered_over, "gradients", piece, times)
+        if training:
+            traffic.reduce(meshes.DATA, "replicas", piece, times)
+
+
+def _stream(traffic: Traffic, local: Local, times: float) -> None:
+    """Pieces of the residual stream over tensor; partial sums where there is one token."""
+    cfg, layers = local.cfg, local.layers
+    size = local.tokens * local.work.activation_bytes
+    latent = local.expert_width if cfg.moe and cfg.moe.latent_dim else 0
+    if local.work.use == "decode":
+        sums = 2 * layers["all"] * cfg.dim + layers["moe"] * latent
+        collectives = 2 * layers["all"] + layers["moe"]
+        per = size * sums / collectives
+        traffic.reduce(meshes.TENSOR, "partial sums", per, times * collectives)
+        return
+    # A gather before and a scatter after each attention, feed-forward and routed product.
+    traffic.gather(meshes.TENSOR, "stream", size * cfg.dim, 4 * layers["all"] * times)
+    traffic.gather(meshes.TENSOR, "stream", size * latent, 2 * layers["moe"] * times)
+
+
+def _experts(traffic: Traffic, local: Local, micro: int, training: bool) -> None:
+    moe, shape, layers = local.cfg.moe, local.shape, local.layers["moe"]
+    link = traffic.links[meshes.EXPERT]
+    if link.size == 1:
+        return
+    row = local.expert_width * local.work.activation_bytes
+    if not local.candidate.rows_on_expert:
+        size = local.tokens * local.expert_width * 4
+        traffic.reduce(meshes.EXPERT, "partial sums", size, layers * micro)
+        return
+    sent = local.tokens * moe.experts_per_token * row * (link.size - 1) / link.size
+    slow = 0.0
+    if link.outside > 1:
+        # Once per destination node: the mean number of other nodes among a token's routes.
+        missed = (1 - 1 / link.outside) ** moe.experts_per_token
+        slow = local.tokens * row * (link.outside - 1) * (1 - missed)
+    traffic.exchange(
+        meshes.EXPERT, "rows", sent, min(slow, sent), layers * micro * (6 if training else 2)
+    )
+    if local.work.use != "decode":
+        fetched = (
+            FETCHED_SHARE
+            * moe.num_experts
+            / shape.expert
+            * 3
+            * local.expert_width
+            * moe.expert_hidden_dim
+            / shape.tensor
+            * BYTES[local.work.precision.parameters]
+        )
+        slow = fetched * (link.outside - 1) / link.outside
+        traffic.exchange(
+            meshes.EXPERT,
+            "redundant experts",
+            fetched,
+            slow,
+            layers * micro * (3 if training else 1),
+        )
+
+
+def _context(traffic: Traffic, local: Local, times: float) -> None:
+    """Transitions of recurrent states, and latents of full attention."""
+    cfg = local.cfg
+    state = cfg.kda.num_heads / local.shape.tensor * 2 * cfg.kda.head_dim**2 * 4
+    traffic.gather(
+        meshes.CONTEXT,
+        "states",
+        local.rows * state * local.shape.context,
+        local.layers["kda"] * times,
+    )
+    latent = cfg.mla.kv_lora_rank + cfg.mla.qk_rope_head_dim
+    traffic.gather(
+        meshes.CONTEXT,
+        "states",
+        local.tokens * local.shape.context * latent * local.work.activation_bytes,
+        local.layers["mla"] * times,
+    )
