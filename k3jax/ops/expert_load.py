@@ -89,7 +89,7 @@ def _nodes_per_token(plan, node: jax.Array) -> jax.Array:
     """Rows that this rank sends to other nodes when a token crosses once for each of them; []."""
     own = node[jax.lax.axis_index(EXPERT)]
     rank = plan.rank_of_sent.at[plan.sent_of_route].get(mode="fill", fill_value=len(node))
-    to_node = node.at[rank].get(mode="fill", fill_value=own)  # [N, K]; not sent: own node
-    to_node = jnp.sort(to_node, axis=-1)
+    to_node = node.at[rank].get(mode="fill", fill_value=-1)  # [N, K]
+    to_node = jnp.sort(jnp.where(to_node < 0, own, to_node), axis=-1)
     is_first = jnp.pad(to_node[:, 1:] != to_node[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return (is_first & (to_node != own)).sum(dtype=jnp.int32)
