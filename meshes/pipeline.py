@@ -19,19 +19,9 @@ from jax.sharding import PartitionSpec as P
 from meshes.axes import STAGE
 from meshes.pipeline_ends import batch_is_cut, enter, leave, leave_bank
 from meshes.schedule import Schedule
-from meshes.shard import axis_size, per_device, reshard, spec_of
+from meshes.shard import per_device, reshard, spec_of
+from meshes.stage_order import num_stages
 from meshes.stagewise import over_stages
-
-
-def num_stages() -> int:
-    """Devices along the stage axis of the mesh in force."""
-    return axis_size(STAGE)
-
-
-def lies_on_stages(x: jax.Array) -> bool:
-    """Whether the first dimension lies on the stage axis: units in the order of `Schedule`."""
-    entry = spec_of(x)[0]
-    return STAGE in (entry if isinstance(entry, tuple) else (entry,))
 
 
 def run_pipeline(
@@ -58,7 +48,7 @@ def run_pipeline(
 
     Returns:
         prefix and bank, placed as they came; and the counts, summed over micro-batches, [padded,
-        ...] in `Schedule.order()`, 0 for identities. Counts have no gradient.
+        ...] in `Schedule.order()`, 0 for identities.
 
     Raises:
         ValueError: a schedule that does not fit the mesh, parameters or rows.
@@ -181,12 +171,15 @@ def _forward(program, floats, inputs, heads, integers, constants):
 
 def _backward(program, residuals, cotangents):
     floats, integers, constants, heads, cache, entered = residuals
-    d_ends, d_cache, _ = cotangents
+    d_ends, d_cache, d_counts = cotangents
+    d_counts = _floats_of(d_counts)
     schedule = program.schedule
     window, first = schedule.window, schedule.first_entries
 
-    def before(row, floats, integers, constants, cache, d_ends, d_cache, d_banks, d_new, d_message):
+    def before(row, inputs, ends, d_banks, d_new, d_message):
         own = row["micro_batch"]
+        floats, integers, constants, cache = inputs
+        d_ends, d_cache, d_counts = ends
         d_new = jnp.where(row["leaves"], _take(d_ends, own), d_new)
         d_new = jnp.where(row["holds"], d_new, 0)
         # The bank's gradient begins with what the end of the pipeline read from this cache.
@@ -199,7 +192,8 @@ def _backward(program, residuals, cotangents):
             _take(constants, own),
             _take(cache, own),
         )
-        return d_new, jnp.where(row["holds"], d_bank, 0), inputs
+        outputs = d_new, jnp.where(row["holds"], d_bank, 0), _take(d_counts, row["repeat"])
+        return outputs, inputs
 
     def after(row, d_floats, d_inputs, d_heads, d_banks, d_own, d_prefix, d_bank):
         own = row["micro_batch"]
@@ -217,18 +211,18 @@ def _backward(program, residuals, cotangents):
     def body(carry, x):
         row, entered = x
         *sums, d_banks, d_new, d_message = carry
-        d_new, d_bank, inputs = over_stages(before)(
-            *(row, floats, integers, constants, cache, d_ends, d_cache),
-            *(d_banks, d_new, d_message),
-        )
+        inputs = floats, integers, constants, cache
+        ends = d_ends, d_cache, d_counts
+        outputs, inputs = over_stages(before)(row, inputs, ends, d_banks, d_new, d_message)
         own, integer, constant, bank = inputs
 
         def unit(own, prefix, bank):
             run = over_stages(program.unit)
-            return run(own, integer, constant, row["works"], prefix, bank)[:2]
+            prefix, bank, found = run(own, integer, constant, row["works"], prefix, bank)
+            return prefix, bank, _floats_of(found)
 
         _, pullback = jax.vjp(unit, own, entered, bank)
-        d_own, d_prefix, d_bank = pullback((d_new, d_bank))
+        d_own, d_prefix, d_bank = pullback(outputs)
         *carry, d_prefix, d_message = over_stages(after)(
             row, *sums, d_banks, d_own, d_prefix, d_bank
         )
@@ -256,6 +250,11 @@ def _rows(schedule: Schedule) -> dict[str, jax.Array]:
         name: reshard(jnp.asarray(table), P(None, STAGE))
         for name, table in schedule.tables().items()
     }
+
+
+def _floats_of(tree: Any) -> list[jax.Array]:
+    """The leaves that have gradients."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def _cache(heads: jax.Array, num_entries: int) -> jax.Array:

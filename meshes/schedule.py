@@ -104,6 +104,11 @@ class Schedule:
         unit = np.arange(self.padded).reshape(self.repeats, self.stages).T.reshape(-1)
         return np.minimum(unit, self.units - 1)
 
+    def places(self) -> np.ndarray:
+        """[units] where each unit is stored."""
+        unit = np.arange(self.units)
+        return unit % self.stages * self.repeats + unit // self.stages
+
     def is_real(self) -> np.ndarray:
         """[padded] bool in the same order: False for identities."""
         unit = np.arange(self.padded).reshape(self.repeats, self.stages).T.reshape(-1)

@@ -64,7 +64,7 @@ def batchable(function: Callable, in_specs: tuple, out_specs: Any, run: Callable
             return jax.tree.map(lambda y: y[None], function(*args))
 
         specs = tuple(_with_stage(*each) for each in zip(in_specs, args, batched))
-        out = jax.tree.map(lambda s: PartitionSpec(STAGE, *s), out_specs, is_leaf=_is_spec)
+        out = jax.tree.map(lambda s: PartitionSpec(STAGE, *s), out_specs, is_leaf=_is_a_spec)
         results = run(one_stage, specs, out, args)
         return results, jax.tree.map(lambda _: True, results)
 
@@ -77,8 +77,8 @@ def _with_stage(spec, arg, batched):
     def of_part(spec, part, batched):
         return jax.tree.map(lambda _, b: PartitionSpec(STAGE, *spec) if b else spec, part, batched)
 
-    return jax.tree.map(of_part, spec, arg, batched, is_leaf=_is_spec)
+    return jax.tree.map(of_part, spec, arg, batched, is_leaf=_is_a_spec)
 
 
-def _is_spec(x) -> bool:
-    return x is None or isinstance(x, PartitionSpec)
+def _is_a_spec(x) -> bool:
+    return isinstance(x, PartitionSpec)

@@ -1,21 +1,17 @@
 """The decoder layers: stacked by repeating unit, run by scans."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-import meshes
 from k3jax.config import K3Config
 from k3jax.model.layout import Segment, blocks_before, plan_segments, starts_block
+from k3jax.model.pipeline import check_stages, pipelined_segment, run_stages
+from k3jax.model.unit import REMAT, Remat, block_grid, checkpointed, unit_body
 from k3jax.model.write_once import scan_write_once
 from k3jax.nn.cache import CallContext
 from k3jax.nn.decoder import DecoderLayer, Stream
-
-Remat = Literal["none", "dots", "full"]
-REMAT = ("none", "dots", "full")
+from meshes.stage_order import num_stages
 
 
 class StackSegment(nnx.Module):
@@ -61,6 +57,7 @@ class LayerStack(nnx.Module):
             context: what the call shares.
             remat: "none" keeps all intermediates for the backward pass, "dots" the results of
                 matrix products, "full" only the residual stream between units (the bank once).
+                Pipeline stages recompute their units whatever it says.
             scan: False writes every repetition out, for debugging.
 
         Returns:
@@ -71,12 +68,18 @@ class LayerStack(nnx.Module):
             raise ValueError(f"remat={remat!r} must be one of {REMAT}")
         bank = jnp.zeros_like(jnp.broadcast_to(x[None], (self.cfg.num_blocks, *x.shape)))
         stream = Stream(x, bank, 0)
+        staged = None
+        if num_stages() > 1:
+            check_stages(self.cfg, context, caches, scan, x.shape[0])
+            staged = pipelined_segment(self.cfg)
         new_caches, collected = [], []
         for index, segment in enumerate(plan_segments(self.cfg.layer_kinds)):
             module = self.segments[index]
             cache = None if caches is None else caches[index]
             if segment.repeats == 1:
                 run = _run_written_out
+            elif index == staged:
+                run = _run_in_stages
             else:
                 run = _run_scanned if scan else _run_unrolled
             stream, cache, found = run(self.cfg, segment, module, stream, cache, context, remat)
@@ -86,21 +89,6 @@ class LayerStack(nnx.Module):
             new_caches.append(cache)
             collected.append(found)
         return stream, None if caches is None else tuple(new_caches), collected
-
-
-def checkpointed(function, remat: Remat):
-    """`function`, of which the backward pass keeps what `remat` says (see `LayerStack`).
-
-    Weights gathered for use on a mesh are never kept.
-    """
-    policies = jax.checkpoint_policies
-    if remat == "none":
-        if not meshes.has_mesh():
-            return function
-        policy = policies.save_anything_except_these_names(meshes.GATHERED)
-    else:
-        policy = policies.dots_saveable if remat == "dots" else None
-    return jax.checkpoint(function, policy=policy)
 
 
 def _call_layer(cfg: K3Config, index: int, context: CallContext, remat: Remat):
@@ -151,48 +139,23 @@ def _run_unrolled(cfg, segment, module, stream, caches, context, remat):
 
 def _run_scanned(cfg, segment, module, stream, caches, context, remat):
     """One scan over the repetitions; what differs between them travels as scanned inputs."""
-    grid = np.arange(segment.start, segment.start + segment.num_layers)
-    grid = grid.reshape(segment.repeats, len(segment.unit))
-    starts = np.vectorize(lambda i: starts_block(cfg, i))(grid)
-    counts = np.vectorize(lambda i: blocks_before(cfg, i))(grid)
-    most = [int(m) for m in (counts + starts).max(0)]
-
     # Inference and traces have nothing to recompute; training with full remat does, and the
     # write-once scan then recomputes whole units, so layers need no checkpoint of their own.
     write_once = remat == "full" and caches is None and not context.trace
-    layer_remat = "none" if write_once else remat
-
-    def body(prefix, bank, x, context):
-        unit, cache, starts_here, counts_here = x
-        new_caches, collected = [], []
-        for position, layer in enumerate(unit.layers):
-            # A position that never (or always) starts a block needs no traced choice.
-            same = starts[:, position]
-            here = bool(same[0]) if (same == same[0]).all() else starts_here[position]
-
-            def call(layer, prefix, bank, cache, count, here=here, most=most[position]):
-                stream, cache, found = layer(
-                    Stream(prefix, bank, count),
-                    cache,
-                    context,
-                    starts_block=here,
-                    most_blocks=most,
-                )
-                return stream.prefix, stream.bank, cache, found
-
-            layer_cache = None if cache is None else cache[position]
-            prefix, bank, layer_cache, found = checkpointed(call, layer_remat)(
-                layer, prefix, bank, layer_cache, counts_here[position]
-            )
-            new_caches.append(layer_cache)
-            collected.append(found)
-        return prefix, bank, (tuple(new_caches), tuple(collected))
-
+    starts, counts = block_grid(cfg, segment)
+    body = unit_body(starts, counts, "none" if write_once else remat)
     xs = (module, caches, jnp.asarray(starts), jnp.asarray(counts, jnp.int32))
     scan = scan_write_once if write_once else _plain_scan
     prefix, bank, (new_caches, collected) = scan(body, stream.prefix, stream.bank, xs, context)
     new_caches = None if caches is None else new_caches
     return Stream(prefix, bank, stream.count), new_caches, collected
+
+
+def _run_in_stages(cfg, segment, module, stream, caches, context, remat):
+    """The same on a mesh with pipeline stages, without caches and always fully recomputed."""
+    del remat
+    stream, collected = run_stages(cfg, segment, module, stream, context)
+    return stream, caches, collected
 
 
 def _plain_scan(body, prefix, bank, xs, constants):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from k3jax import ops
 from k3jax.config import K3Config, LayerKind
 from k3jax.nn.cache import CallContext
 from k3jax.nn.feed_forward import GatedMLP
@@ -32,11 +33,9 @@ class Stream(NamedTuple):
         if starts is True and isinstance(self.count, int):
             bank = self.bank.at[self.count].set(self.prefix)
             return self._replace(bank=bank, count=self.count + 1)
-        # The slot is clamped: after the last block began, `count` is past the end.
-        slot = jnp.minimum(self.count, self.bank.shape[0] - 1)
-        entry = jnp.where(starts, self.prefix, self.bank[slot])
-        bank = jax.lax.dynamic_update_index_in_dim(self.bank, entry, slot, 0)
-        return self._replace(bank=bank, count=self.count + jnp.asarray(starts, jnp.int32))
+        starts = jnp.asarray(starts)
+        bank = ops.push_block(self.bank, self.prefix, jnp.asarray(self.count), starts)
+        return self._replace(bank=bank, count=self.count + starts.astype(jnp.int32))
 
 
 class DecoderLayer(nnx.Module):

@@ -13,11 +13,11 @@ from k3jax.ops.expert_load import ExchangeLoad
 from k3jax.ops.experts import gather_scores, routed_experts, select_experts
 from k3jax.ops.explain import explain_kernels
 from k3jax.ops.kda import delta_attention, delta_attention_step, short_conv
-from k3jax.ops.layout import balance_tokens, whole_tokens
+from k3jax.ops.layout import balance_tokens, token_multiple, whole_tokens
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.mla import latent_attention, latent_attention_step
 from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
-from k3jax.ops.residual import depth_mix
+from k3jax.ops.residual import depth_mix, push_block
 from k3jax.ops.vision import (
     FeaturePlaces,
     PatchPlaces,
@@ -63,6 +63,7 @@ __all__ = [
     "merge_features",
     "pool_frames",
     "position_embedding",
+    "push_block",
     "rms_norm",
     "rotary_factors",
     "rotate_pairs",
@@ -71,6 +72,7 @@ __all__ = [
     "short_conv",
     "situ",
     "swiglu",
+    "token_multiple",
     "whole_over_tensor",
     "whole_tokens",
 ]

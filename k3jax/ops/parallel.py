@@ -29,6 +29,8 @@ class Parallel:
     """Full attention over the context axis: gather all latents, or pass them around a ring."""
     context_layout: Literal["contiguous", "balanced"] = "contiguous"
     """Which queries of a causal sequence a rank of the context axis computes."""
+    pipeline_micro_batches: int | None = None
+    """Parts of the batch that follow each other through the pipeline; None: one for each stage."""
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
@@ -40,7 +42,7 @@ class Parallel:
                 raise UserError(f"parallel.{name}={value!r} must be one of {allowed}")
         if not self.capacity_factor > 0:
             raise UserError(f"parallel.capacity_factor={self.capacity_factor} must be above 0")
-        for name in ("expert_chunks", "node_size"):
+        for name in ("expert_chunks", "node_size", "pipeline_micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"parallel.{name}={value} must be at least 1")

@@ -37,3 +37,28 @@ def depth_mix(
         return run(bank, current, query, *traced)
     specs = (entries, row, P(None), *[P()] * len(traced))
     return meshes.per_device(run, specs, (row, row, entries))(bank, current, query, *traced)
+
+
+def push_block(
+    bank: jax.Array,  # [N, B, T, D]
+    block: jax.Array,  # [B, T, D]
+    slot: jax.Array,  # [] int32
+    is_new: jax.Array,  # [] bool
+) -> jax.Array:
+    """The bank with `block` at `slot` if `is_new`; a slot past the end stays unwritten then.
+
+    Args:
+        bank: finished blocks.
+        block: the one that may have been finished.
+        slot: its place, at most N; N only where it is not new.
+        is_new: whether it has been finished.
+    """
+    batch, tokens, _ = meshes.spec_of(block)
+    row, entries = P(batch, tokens, None), P(None, batch, tokens, None)
+
+    def run(bank, block, slot, is_new):
+        slot = jax.numpy.minimum(slot, bank.shape[0] - 1)
+        entry = jax.numpy.where(is_new, block, bank[slot])
+        return jax.lax.dynamic_update_index_in_dim(bank, entry, slot, 0)
+
+    return meshes.per_device(run, (entries, row, P(), P()), entries)(bank, block, slot, is_new)
