@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshes
+from k3jax import ops
 from k3jax.errors import UserError
 from k3jax.media import Media
 from k3jax.model import debug
@@ -96,11 +97,14 @@ def prefill_arrays(
     found = model.run(tokens, segment_ids, caches, media)
     hidden, caches, poison = found.hidden, found.caches, found.poison
     if last_only:
-        last = jnp.full((tokens.shape[0],), tokens.shape[1] - 1)
+        column = jnp.arange(tokens.shape[1])
+        is_last = column == tokens.shape[1] - 1
         if segment_ids is not None:
-            column = jnp.arange(tokens.shape[1])
-            last = jnp.maximum(jnp.where(segment_ids != 0, column, -1).max(-1), 0)
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+            last = jnp.where(ops.whole_tokens(segment_ids) != 0, column, -1).max(-1, keepdims=True)
+            is_last = column == jnp.maximum(last, 0)
+        # A sum, because tokens may be cut over devices.
+        is_last = jnp.broadcast_to(is_last, tokens.shape)[..., None]
+        hidden = jnp.where(is_last, hidden, 0).sum(1, keepdims=True)
         return model.logits(hidden, poison)[:, 0], caches
     return model.logits(hidden, poison), caches
 

@@ -19,6 +19,7 @@ from k3jax.model.caches import Caches
 from k3jax.model.language import LanguageModel
 from k3jax.model.layout import plan_segments
 from k3jax.model.media import enter_media
+from k3jax.model.spread import Spread, cut_back, spread_rows
 from k3jax.model.stack import Remat
 from k3jax.model.vision import VisionTower
 from k3jax.nn.balancing import RouterStatistics
@@ -271,9 +272,12 @@ def check_shapes(tokens, segment_ids) -> None:
 def _forward_arrays(
     model, tokens, segment_ids, media, caches, *, statistics, remat, scan, parallel
 ):
+    rows = Spread(tokens, segment_ids, jnp.shape(tokens)[1])
+    if caches is None:
+        rows = spread_rows(tokens, segment_ids, parallel=parallel, pad_id=model.cfg.pad_id or 0)
     found = model.run(
-        tokens,
-        segment_ids,
+        rows.tokens,
+        rows.segment_ids,
         caches,
         media,
         statistics=statistics,
@@ -281,7 +285,7 @@ def _forward_arrays(
         scan=scan,
         parallel=parallel,
     )
-    logits = model.logits(found.hidden, found.poison)
+    logits = cut_back(model.logits(found.hidden, found.poison), rows.length)
     return logits, found.caches, model.router_statistics(found.collected, tokens, segment_ids)
 
 
@@ -300,7 +304,7 @@ def _number_documents(segment_ids: jax.Array | None) -> jax.Array | None:
     if segment_ids is None:
         return None
     segment_ids = jnp.asarray(segment_ids, jnp.int32)
-    spec = P(meshes.spec_of(segment_ids)[0], None)
+    spec = P(meshes.spec_of(segment_ids)[0], None)  # ids of whole rows: 4 bytes per token
 
     def number(ids):
         run, real = number_runs(ids)
@@ -312,7 +316,7 @@ def _number_documents(segment_ids: jax.Array | None) -> jax.Array | None:
 def _enter(context: CallContext, caches: Caches, tokens: jax.Array):
     """Place this call's tokens behind the cached ones."""
     batch, num_tokens = tokens.shape
-    ids = context.segment_ids
+    ids = None if context.segment_ids is None else ops.whole_tokens(context.segment_ids)
     real = jnp.ones((batch, num_tokens), jnp.int32)
     several = jnp.zeros((batch,), jnp.bool_)
     if ids is not None:

@@ -3,15 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-import meshes
 from k3jax import ops
 from k3jax.errors import UserError
 from k3jax.media import Media
 from k3jax.model import debug
 from k3jax.model.k3 import K3, check_shapes
 from k3jax.model.media import enter_media
+from k3jax.model.spread import spread_rows
 from k3jax.model.stack import Remat
 
 
@@ -77,35 +76,33 @@ def next_token_loss(
 
 
 def _loss_arrays(model, tokens, segment_ids, media, targets, **options):
-    tokens = jnp.asarray(tokens)
-    found = model.run(tokens, segment_ids, None, media, statistics=True, **options)
+    rows = spread_rows(
+        tokens, segment_ids, parallel=options["parallel"], pad_id=model.cfg.pad_id or 0
+    )
+    found = model.run(rows.tokens, rows.segment_ids, None, media, statistics=True, **options)
+    statistics = model.router_statistics(found.collected, tokens, segment_ids)
     # The next token may lie on another device: these few bytes are whole rows everywhere.
-    tokens, segment_ids, targets = map(whole_rows, (tokens, segment_ids, targets))
+    tokens = ops.whole_tokens(rows.tokens)
+    if rows.segment_ids is not None:
+        segment_ids = ops.whole_tokens(rows.segment_ids)
     ignored = None if media is None else model.cfg.media_placeholder_id
     mask = target_mask(tokens, segment_ids, ignored)
     if targets is not None:
-        mask &= targets[:, 1:].astype(jnp.bool_)
+        mask &= rows.alike(targets)[:, 1:] != 0
     # An id that does not exist must not pass for one that is no target.
     next_tokens = jnp.where(tokens[:, 1:] < 0, model.cfg.vocab_size, tokens[:, 1:])
     next_tokens = jnp.pad(jnp.where(mask, next_tokens, -1), ((0, 0), (0, 1)), constant_values=-1)
-    losses = whole_rows(model.losses(found.hidden, next_tokens, found.poison))[:, :-1]
+    losses = ops.whole_tokens(model.losses(found.hidden, next_tokens, found.poison))
+    losses = losses[:, : rows.length - 1]
     num_targets = mask.sum(dtype=jnp.int32)
     loss = losses.sum() / jnp.maximum(num_targets, 1)
     metrics = {
         "loss": loss,
         "num_targets": num_targets,
         "token_losses": losses,
-        "statistics": model.router_statistics(found.collected, tokens, segment_ids),
+        "statistics": statistics,
     }
     return loss, metrics
-
-
-def whole_rows(array: jax.Array | None) -> jax.Array | None:
-    """[B, T] with every row on one device; an all-gather over the axes that cut the rows."""
-    if array is None:
-        return None
-    array = jnp.asarray(array)
-    return meshes.reshard(array, P(meshes.spec_of(array)[0], None))
 
 
 _loss = debug.compiled(_loss_arrays, static_argnames=("remat", "auxiliary", "parallel"))

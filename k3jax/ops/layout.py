@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 from k3jax.errors import UserError
-from meshes import axes_of
+from k3jax.ops.parallel import Parallel
+from meshes import TENSOR, axes_of
 
 Axes = tuple[str, ...]
 
@@ -31,6 +32,16 @@ def num_ranks(axes: Axes) -> int:
 def chunks_of(rank: jax.Array | int, ranks: int, layout: str) -> tuple[jax.Array | int, ...]:
     """Which chunks a rank holds, of `ranks` in order or 2 `ranks` balanced."""
     return (rank,) if layout == "contiguous" else (rank, 2 * ranks - 1 - rank)
+
+
+def token_multiple(entry: str | tuple[str, ...] | None, parallel: Parallel) -> int:
+    """What the length of rows whose tokens lie on these mesh axes must be a multiple of.
+
+    The residual stream lies on the tensor axis, too.
+    """
+    ranks = math.prod(meshes.axis_size(axis) for axis in axes_of(entry))
+    is_balanced = parallel.context_layout == "balanced" and ranks > 1
+    return ranks * meshes.axis_size(TENSOR) * (2 if is_balanced else 1)
 
 
 def balance_tokens(x: jax.Array) -> jax.Array:

@@ -102,18 +102,21 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", ["borders", *(pytest.param(n, marks=pytest.mark.slow) for n in [*ROWS][1:])]
+)
 def test_documents_over_four_devices_equal_one(name):
     check(4, np.stack(ROWS[name]), length=32)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 8)] + [2])
 def test_rows_with_states_equal_one_device(size):
     ids = np.stack([documents((0, 3), (1, 10), (0, 3)), documents((2, 16))])
     check(size, ids, length=16, with_state=True)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 8])
 def test_one_document_without_ids_equals_one_device(size):
     """On eight devices a stretch is shorter than what the taps reach back."""
     check(size, None, length=16, with_state=True)
