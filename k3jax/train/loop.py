@@ -81,7 +81,9 @@ class Trainer:
         self.held_out = HeldOut(data.held_out, config.batch)
         self.held_out_pictures = None
         if data.held_out_pictures is not None:
-            self.held_out_pictures = HeldOutPictures(data.held_out_pictures, 1)
+            self.held_out_pictures = HeldOutPictures(
+                data.held_out_pictures, config.mesh.num_row_parts
+            )
         self.parts = ModelParts(model_config)
         step, self.optimizer = make_train_step(self.parts, config)
         self._step = jax.jit(step, donate_argnums=0)

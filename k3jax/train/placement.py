@@ -117,7 +117,7 @@ class Placement:
         entries = []
         for name, size in zip(dims, shape):
             try:
-                entries += rules.place((name,), (size,), self.mesh.shape)
+                entries.append(rules.place((name,), (size,), self.mesh.shape)[0])
             except ValueError:
                 entries.append(None)
         return jax.NamedSharding(self.mesh, jax.P(*entries))
