@@ -40,7 +40,7 @@ def run_pipeline(
             each of its own once, at its place, and pass the others through. Identities of the
             schedule are run, too, but only on values that are thrown away: they must not write.
         schedule: its stages are those of the mesh in force.
-        parameters: tree of arrays [padded, ...] in `Schedule.order()`, the first dimension on the
+        parameters: tree of arrays [padded, ...] in `StageOrder.order()`, the first dimension on the
             stage axis; floating-point leaves get gradients, zero for identities.
         prefix: [B, ...] running sum; rows on any axes, that of stages as well.
         bank: [N, B, ...]; entries up to `schedule.last_entries` are used.
@@ -48,7 +48,7 @@ def run_pipeline(
 
     Returns:
         prefix and bank, placed as they came; and the counts, summed over micro-batches, [padded,
-        ...] in `Schedule.order()`, 0 for identities.
+        ...] in `StageOrder.order()`, 0 for identities.
 
     Raises:
         ValueError: a schedule that does not fit the mesh, parameters or rows.
@@ -94,7 +94,7 @@ def _check(schedule: Schedule, parameters, prefix) -> None:
         if leaf.shape[0] != schedule.padded:
             raise ValueError(
                 f"parameters {leaf.shape} must have {schedule.padded} units in front, identities "
-                "included (Schedule.order())"
+                "included (StageOrder.order())"
             )
     batch_is_cut(prefix, schedule.micro_batches)
 

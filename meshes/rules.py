@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from meshes.axes import CONTEXT, DATA, EXPERT, FSDP, TENSOR, axes_of
+from meshes.axes import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 
 # Axes over which a weight is only *stored* in pieces: whoever uses it gathers them first. The
 # devices along them hold different tokens.
@@ -14,7 +14,7 @@ STORAGE = (FSDP, EXPERT, CONTEXT)
 
 # Each logical dimension that a weight or an input may have.
 DEFAULT: dict[str, tuple[str, ...]] = {
-    "batch": (DATA, FSDP, EXPERT),
+    "batch": (STAGE, DATA, FSDP, EXPERT),  # stages: outside of the pipeline
     "tokens": (CONTEXT,),
     "layers": (),
     # computed in pieces

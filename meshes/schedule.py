@@ -16,27 +16,19 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A circular pipeline of `units` over `stages`.
+class StageOrder:
+    """How `units` are stored over `stages`: each stage's units together, in the order it runs them.
 
     Missing units of the last repeat are identities, which take the time of a unit.
     """
 
     units: int
     stages: int
-    micro_batches: int
-    entries: tuple[int, ...]
-    """Bank entries that exist before each unit, and after the last: `units + 1` numbers."""
 
     def __post_init__(self):
-        for name in ("units", "stages", "micro_batches"):
+        for name in ("units", "stages"):
             if getattr(self, name) < 1:
-                raise ValueError(f"Schedule.{name}={getattr(self, name)} must be at least 1")
-        if len(self.entries) != self.units + 1 or list(self.entries) != sorted(self.entries):
-            raise ValueError(
-                f"Schedule.entries={self.entries} must be {self.units + 1} numbers that do not "
-                "fall: bank entries before each unit and after the last"
-            )
+                raise ValueError(f"StageOrder.{name}={getattr(self, name)} must be at least 1")
 
     @property
     def repeats(self) -> int:
@@ -47,6 +39,41 @@ class Schedule:
     def padded(self) -> int:
         """Units with identities, a multiple of the stages."""
         return self.repeats * self.stages
+
+    def order(self) -> np.ndarray:
+        """[padded] unit at each place; an identity is stored as a copy of the last unit."""
+        return np.minimum(self._unit_at(), self.units - 1)
+
+    def is_real(self) -> np.ndarray:
+        """[padded] bool in the same order: False for identities."""
+        return self._unit_at() < self.units
+
+    def places(self) -> np.ndarray:
+        """[units] where each unit is stored."""
+        unit = np.arange(self.units)
+        return unit % self.stages * self.repeats + unit // self.stages
+
+    def _unit_at(self) -> np.ndarray:
+        return np.arange(self.padded).reshape(self.repeats, self.stages).T.reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule(StageOrder):
+    """A circular pipeline of `units` over `stages`."""
+
+    micro_batches: int
+    entries: tuple[int, ...]
+    """Bank entries that exist before each unit, and after the last: `units + 1` numbers."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.micro_batches < 1:
+            raise ValueError(f"Schedule.micro_batches={self.micro_batches} must be at least 1")
+        if len(self.entries) != self.units + 1 or list(self.entries) != sorted(self.entries):
+            raise ValueError(
+                f"Schedule.entries={self.entries} must be {self.units + 1} numbers that do not "
+                "fall: bank entries before each unit and after the last"
+            )
 
     @property
     def groups(self) -> int:
@@ -95,24 +122,6 @@ class Schedule:
     def window_start(self, unit: int) -> int:
         """First entry of the message that arrives before `unit`."""
         return min(self.entries_held(unit), self.last_entries - self.window)
-
-    def order(self) -> np.ndarray:
-        """[padded] unit at each place of storage: stage by stage, repeats inside.
-
-        An identity is stored as a copy of the last unit.
-        """
-        unit = np.arange(self.padded).reshape(self.repeats, self.stages).T.reshape(-1)
-        return np.minimum(unit, self.units - 1)
-
-    def places(self) -> np.ndarray:
-        """[units] where each unit is stored."""
-        unit = np.arange(self.units)
-        return unit % self.stages * self.repeats + unit // self.stages
-
-    def is_real(self) -> np.ndarray:
-        """[padded] bool in the same order: False for identities."""
-        unit = np.arange(self.padded).reshape(self.repeats, self.stages).T.reshape(-1)
-        return unit < self.units
 
     def tables(self) -> dict[str, np.ndarray]:
         """What each stage does at each step; arrays [steps, stages].

@@ -5,10 +5,11 @@ of the last unit, the first dimension lies on the stage axis and no step moves a
 """
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshes.axes import STAGE, axes_of
-from meshes.schedule import Schedule
+from meshes.schedule import StageOrder
 from meshes.shard import axis_size, per_device, reshard, spec_of
 
 
@@ -27,13 +28,22 @@ def on_stages(x: jax.Array) -> jax.Array:
     return reshard(x, P(STAGE, *spec_of(x)[1:]))
 
 
-def to_stage_order(x: jax.Array, schedule: Schedule) -> jax.Array:
-    """[units, ...] in depth order -> [padded, ...] in `Schedule.order()`, on the stage axis."""
-    order, whole = schedule.order(), P(None, *spec_of(x)[1:])
-    return on_stages(per_device(lambda x: x[order], (whole,), whole)(x))
+def to_stage_order(x: jax.Array, order: StageOrder) -> jax.Array:
+    """[units, ...] in depth order -> [padded, ...] in `StageOrder.order()`, on the stage axis."""
+    units, whole = order.order(), P(None, *spec_of(x)[1:])
+    return on_stages(per_device(lambda x: x[units], (whole,), whole)(x))
 
 
-def from_stage_order(x: jax.Array, schedule: Schedule) -> jax.Array:
+def from_stage_order(x: jax.Array, order: StageOrder) -> jax.Array:
     """The inverse: identities are dropped, and every stage has all units."""
-    places, whole = schedule.places(), P(None, *spec_of(x)[1:])
+    places, whole = order.places(), P(None, *spec_of(x)[1:])
     return per_device(lambda x: x[places], (whole,), whole)(x)
+
+
+def keep_identities(new: jax.Array, old: jax.Array | float, order: StageOrder) -> jax.Array:
+    """`new` [padded, ...] in the order of stages, with `old` where the unit is an identity."""
+    is_real = order.is_real()
+    if is_real.all():
+        return new
+    real = on_stages(jnp.asarray(is_real.reshape(-1, *(1,) * (new.ndim - 1))))
+    return jnp.where(real, new, old)

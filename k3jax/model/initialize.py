@@ -13,7 +13,9 @@ import meshes
 from k3jax.config import K3Config
 from k3jax.errors import UserError
 from k3jax.model.k3 import K3
+from k3jax.model.pipeline import in_stage_order
 from k3jax.nn.parameters import RouterBias, cast_parameters, variable_specs
+from meshes.stage_order import num_stages
 
 # Elements drawn at once: bounds the extra memory, 256 MiB, while small models need one draw.
 GROUP_ELEMENTS = 1 << 26
@@ -28,7 +30,8 @@ def init(cfg: K3Config, key: jax.Array, *, dtype=jnp.float32) -> K3:
         dtype: type of the parameters; those the release stores in float32 stay float32.
 
     Under `jax.set_mesh` every parameter lies as `meshes.AxisRules()` say; the values are those of
-    one device.
+    one device. Where the mesh has pipeline stages, repeated layers lie on them, in their order
+    (`k3jax.model.pipeline`).
 
     Example:
         model = k3jax.init(K3Config.tiny(), jax.random.key(0))
@@ -58,7 +61,8 @@ def _init(key, *, cfg, dtype):
             group, _draw(own_key, group, list(itertools.islice(specs, len(group))))
         ):
             values.append(variable.replace(_start_value(variable, z)))
-    return cast_parameters(jax.tree.unflatten(treedef, values), dtype)
+    model = cast_parameters(jax.tree.unflatten(treedef, values), dtype)
+    return in_stage_order(model, cfg, num_stages())
 
 
 def _draw(key: jax.Array, group: list[nnx.Variable], specs: list[PartitionSpec]):

@@ -2,9 +2,14 @@
 
 The longest scanned segment of the stack is cut over the stages (Kimi K3: 22 units of four layers);
 the layers before and after it, embedding, head and vision stay outside. On a mesh with stages its
-parameters have identities up to a multiple of them, in `Schedule.order()`, so that a step moves
+parameters have identities up to a multiple of them, in `StageOrder.order()`, so that a step moves
 none of them; checkpoints and everything else keep the plain order.
 """
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +22,10 @@ from k3jax.nn.cache import CallContext
 from k3jax.nn.decoder import Stream
 from meshes.pipeline import run_pipeline
 from meshes.pipeline_ends import divisors
-from meshes.schedule import Schedule
+from meshes.schedule import Schedule, StageOrder
 from meshes.stage_order import (
     from_stage_order,
+    keep_identities,
     lies_on_stages,
     num_stages,
     on_stages,
@@ -53,6 +59,71 @@ def stage_schedule(cfg: K3Config, stages: int, micro_batches: int) -> Schedule:
         micro_batches=micro_batches,
         entries=tuple(blocks_before(cfg, segment.start + u * len(segment.unit)) for u in units),
     )
+
+
+def stage_order(cfg: K3Config, stages: int) -> StageOrder:
+    """How a model's units lie on so many stages."""
+    segment = plan_segments(cfg.layer_kinds)[pipelined_segment(cfg)]
+    return StageOrder(units=segment.repeats, stages=stages)
+
+
+def in_stage_order(arrays: Any, cfg: K3Config, stages: int) -> Any:
+    """The arrays of a model whose units lie in depth order, in the order of `stages`.
+
+    Args:
+        arrays: dictionary by parameter names, or any tree whose paths contain them (an optimizer's
+            state); arrays of other layers stay as they are. Abstract arrays become such.
+        cfg: the model.
+        stages: stages to come, those of the mesh in force if there is one; 1 changes nothing.
+    """
+    return _reorder(arrays, cfg, stages, to_stage_order)
+
+
+def in_depth_order(arrays: Any, cfg: K3Config, stages: int) -> Any:
+    """The inverse of `in_stage_order`: what checkpoints hold, and models on other meshes."""
+    return _reorder(arrays, cfg, stages, from_stage_order)
+
+
+def _reorder(arrays, cfg: K3Config, stages: int, move: Callable) -> Any:
+    if stages == 1:
+        return arrays
+    is_pipelined, order = pipelined_names(cfg), stage_order(cfg, stages)
+    move = functools.partial(jax.jit(move, static_argnames="order"), order=order)
+
+    def change(path, leaf):
+        if not is_pipelined(jax.tree_util.keystr(path, simple=True, separator=".")):
+            return leaf
+        return _moved_type(move, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else move(leaf)
+
+    return jax.tree_util.tree_map_with_path(change, arrays)
+
+
+def _moved_type(move: Callable, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of `move(leaf)`, on the same mesh."""
+    moved = jax.eval_shape(move, leaf)
+    if not isinstance(leaf.sharding, jax.NamedSharding):
+        return moved
+    sharding = jax.NamedSharding(leaf.sharding.mesh, moved.sharding.spec)
+    return jax.ShapeDtypeStruct(moved.shape, moved.dtype, sharding=sharding)
+
+
+def pipelined_names(cfg: K3Config) -> Callable[[str], bool]:
+    """Whether a dotted name contains that of an array over the pipelined units."""
+    pattern = re.compile(rf"(^|\.)language\.stack\.segments\.{pipelined_segment(cfg)}\.")
+    return lambda name: pattern.search(name) is not None
+
+
+def hold_identities(
+    new: Mapping[str, jax.Array], old: Mapping[str, jax.Array], cfg: K3Config
+) -> dict[str, jax.Array]:
+    """`new` by parameter name, where identities of the pipeline keep their `old` values."""
+    if num_stages() == 1:
+        return dict(new)
+    is_pipelined, order = pipelined_names(cfg), stage_order(cfg, num_stages())
+    return {
+        name: keep_identities(value, old[name], order) if is_pipelined(name) else value
+        for name, value in new.items()
+    }
 
 
 def run_stages(

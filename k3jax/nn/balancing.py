@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 import meshes
 from k3jax.nn.parameters import RouterBias
 from k3jax.ops.expert_load import ExchangeLoad
+from meshes import stage_order
+from meshes.schedule import StageOrder
 
 NUM_BINS = 1000
 Rule = Literal["quantile", "sign", "aux", "none"]
@@ -179,12 +181,18 @@ def balance_routers(
     for name, variable in named_variables(model).items():
         if isinstance(variable, RouterBias):
             rows = jnp.asarray(biases[name])
-            bias = variable[...]
+            stored = variable[...]
+            is_staged = stored.ndim > 1 and stage_order.lies_on_stages(stored)
+            order = StageOrder(units=rows.size, stages=stage_order.num_stages())
+            bias = stage_order.from_stage_order(stored, order) if is_staged else stored
             if rule == "sign":
                 new = sign_bias(statistics.expert_counts[rows], bias, sign_rate)
             else:
                 histogram, k = statistics.histogram[rows], model.cfg.moe.experts_per_token
                 new = histogram_bias(histogram, statistics.num_tokens, bias, k)
+            if is_staged:
+                new = stage_order.to_stage_order(new, order)
+                new = stage_order.keep_identities(new, stored, order)
             replaced[id(variable)] = new
     return jax.tree.map(
         lambda leaf: leaf.replace(replaced[id(leaf)]) if id(leaf) in replaced else leaf,

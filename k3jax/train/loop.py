@@ -13,6 +13,7 @@ from k3jax.checkpoint.run import RunCheckpoints
 from k3jax.config import K3Config
 from k3jax.data.loader import Loader
 from k3jax.errors import UserError
+from k3jax.model.pipeline import in_depth_order, in_stage_order
 from k3jax.train.config import PROFILE_WARM_UP, TrainConfig
 from k3jax.train.data import TrainingData
 from k3jax.train.evaluation import HeldOut, HeldOutResult
@@ -121,7 +122,8 @@ class Trainer:
         restored = None
         if resume:
             try:
-                restored = self.checkpoints.restore_latest(to_tree(self.abstract), self._warn)
+                abstract = to_tree(self._plain(self.abstract))
+                restored = self.checkpoints.restore_latest(abstract, self._warn)
             except ValueError as error:
                 raise UserError(str(error)) from error
         if restored is None:
@@ -134,6 +136,7 @@ class Trainer:
         else:
             check_identity(restored.position["identity"], self._identity, self.run.path)
             self.state = from_tree(restored.tree, self.abstract)
+            self.state = in_stage_order(self.state, self.parts.cfg, self.config.mesh.stage)
             self.loader.set_state(restored.position["data"])
             self.step_number = restored.step
             self._last_good = restored.step - int(self.state.skipped_in_row)
@@ -234,7 +237,7 @@ class Trainer:
         if self.step_number not in self._saved:
             self._saved.add(self.step_number)
             position = {"data": self.loader.get_state(), "identity": self._identity}
-            self.checkpoints.save(self.step_number, to_tree(self.state), position)
+            self.checkpoints.save(self.step_number, to_tree(self._plain(self.state)), position)
         if wait:
             self.checkpoints.wait()
 
@@ -269,7 +272,12 @@ class Trainer:
             if num_bytes > GATHERED_BYTES:
                 return None
             params, rest = self.placement.whole(params), self.placement.whole(rest)
+            params, rest = self._plain(params), self._plain(rest)
         return self.parts.join(params, rest)
+
+    def _plain(self, arrays):
+        """Arrays with repeated layers in depth order, as they are without pipeline stages."""
+        return in_depth_order(arrays, self.parts.cfg, self.config.mesh.stage)
 
     def close(self) -> None:
         """Finish writing and release files."""

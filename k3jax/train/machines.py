@@ -12,7 +12,7 @@ class MeshConfig:
     """Devices along each axis of the mesh; their product is all devices of all processes."""
 
     stage: int = 1
-    """Pipeline stages."""
+    """Pipeline stages (and rows of the batch, outside of the pipeline)."""
     data: int = 1
     """Replicas of everything, each with its own rows."""
     fsdp: int = 1
@@ -37,7 +37,7 @@ class MeshConfig:
     @property
     def num_row_parts(self) -> int:
         """Parts that the rows of a batch are cut into."""
-        return self.data * self.fsdp * self.expert
+        return self.stage * self.data * self.fsdp * self.expert
 
     def shape(self) -> MeshShape:
         """The same for `meshes`."""
@@ -68,9 +68,9 @@ def check_mesh(mesh: MeshConfig, num_devices: int, rows: int) -> None:
     if rows % mesh.num_row_parts:
         raise UserError(
             f"{rows} rows at a time (batch / micro_batches) do not divide by the "
-            f"{mesh.num_row_parts} parts of --mesh.data {mesh.data} --mesh.fsdp {mesh.fsdp} "
-            f"--mesh.expert {mesh.expert}; a batch of a multiple of {mesh.num_row_parts} rows "
-            "per micro-batch would"
+            f"{mesh.num_row_parts} parts of --mesh.stage {mesh.stage} --mesh.data {mesh.data} "
+            f"--mesh.fsdp {mesh.fsdp} --mesh.expert {mesh.expert}; a batch of a multiple of "
+            f"{mesh.num_row_parts} rows per micro-batch would"
         )
 
 

@@ -8,7 +8,8 @@ import meshes
 from k3jax.data.bytes import NUM_BYTES
 from k3jax.model import next_token_loss
 from k3jax.model.loss import target_mask, token_losses
-from k3jax.nn.balancing import balance_routers
+from k3jax.model.pipeline import hold_identities
+from k3jax.nn.balancing import auxiliary_loss, balance_routers
 from k3jax.train.config import TrainConfig
 from k3jax.train.optimizer import adamw, learning_rate
 from k3jax.train.state import ModelParts, TrainState
@@ -22,6 +23,7 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
     is the mean over all targets of the batch, however they fall into parts. A step whose loss or
     gradient is not finite changes nothing but the counters.
     """
+    balancing = config.balancing
     optimizer = adamw(config.optimizer, parts.param_names)
     schedule = learning_rate(config.optimizer, config.steps)
 
@@ -29,13 +31,22 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
         """Sums over targets, so that parts can be added."""
 
         def total_loss(params):
-            loss, metrics = next_token_loss(parts.join(params, rest), **batch, remat=config.remat)
-            count = metrics["num_targets"]
-            return loss * count, (count, metrics["statistics"])
+            loss, metrics = next_token_loss(
+                parts.join(params, rest),
+                **batch,
+                remat=config.remat,
+                auxiliary=balancing.rule == "aux",
+                parallel=config.parallel,
+            )
+            count, statistics = metrics["num_targets"], metrics["statistics"]
+            total, auxiliary = loss * count, jnp.zeros(())
+            if balancing.rule == "aux" and statistics is not None:
+                auxiliary = count * auxiliary_loss(statistics, parts.cfg.moe.experts_per_token)
+            sums = (total, auxiliary), count, statistics
+            return total + balancing.aux_weight * auxiliary, sums
 
-        (total, (count, statistics)), grads = jax.value_and_grad(total_loss, has_aux=True)(params)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return total, count, statistics, grads
+        (_, sums), grads = jax.value_and_grad(total_loss, has_aux=True)(params)
+        return *sums, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     def accumulate(params, rest, batch):
         if config.micro_batches == 1:
@@ -51,7 +62,8 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
         return jax.lax.scan(add, zero, split)[0]
 
     def step(state: TrainState, batch: dict):
-        total, count, statistics, grads = accumulate(state.params, state.rest, batch)
+        sums, count, statistics, grads = accumulate(state.params, state.rest, batch)
+        total, auxiliary = sums
         targets = jnp.maximum(count, 1).astype(jnp.float32)
         loss = total / targets
         grads = {name: grad / targets for name, grad in grads.items()}
@@ -70,10 +82,16 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
                 name: (value - rate * updates[name]).astype(value.dtype)
                 for name, value in state.params.items()
             }
+            params = hold_identities(params, state.params, parts.cfg)
         rest = state.rest
         if statistics is not None:
             with jax.named_scope("balance_routers"):
-                balanced = balance_routers(parts.join(state.params, state.rest), statistics)
+                balanced = balance_routers(
+                    parts.join(state.params, state.rest),
+                    statistics,
+                    rule=balancing.rule,
+                    sign_rate=balancing.sign_rate,
+                )
                 rest = parts.split(balanced)[1]
 
         def keep(new, old):
@@ -105,6 +123,10 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
             metrics["overload"] = statistics.overload()
             metrics["router_bias_min"] = jnp.min(jnp.stack([jnp.min(b) for b in biases]))
             metrics["router_bias_max"] = jnp.max(jnp.stack([jnp.max(b) for b in biases]))
+            if statistics.load is not None:
+                metrics["exchange_load"] = statistics.load
+            if balancing.rule == "aux":
+                metrics["auxiliary_loss"] = auxiliary / targets
         return state, metrics
 
     return step, optimizer
@@ -144,6 +166,8 @@ def make_evaluation_step(parts: ModelParts):
         }
         if metrics["statistics"] is not None:
             result["expert_counts"] = metrics["statistics"].expert_counts
+            if metrics["statistics"].load is not None:
+                result["exchange_load"] = metrics["statistics"].load
         return result
 
     return evaluate

@@ -36,7 +36,7 @@ def test_mesh_has_all_axes_and_they_are_explicit():
 
 def test_rules_give_specs():
     rules = meshes.AxisRules()
-    assert rules.spec(("batch", "tokens")) == P(("data", "fsdp", "expert"), ("context",))
+    assert rules.spec(("batch", "tokens")) == P(("stage", "data", "fsdp", "expert"), ("context",))
     assert rules.spec(("embed", "heads", None)) == P(meshes.STORAGE, ("tensor",), None)
     sharded = meshes.AxisRules((("embed", ("fsdp",)), ("heads", ("tensor",)), ("ffn", ("fsdp",))))
     assert sharded.spec(("embed", "heads")) == P(("fsdp",), ("tensor",))
