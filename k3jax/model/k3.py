@@ -164,7 +164,9 @@ class K3(nnx.Module):
         x, seen = self.language.embed(tokens), {}
         if media is not None:
             x, fits, seen = self._see(x, tokens, media, remat=remat, scan=scan, trace=trace)
-            mismatch = jnp.zeros_like(tokens[:, 0], jnp.bool_) | ~fits
+            mismatch = (
+                jnp.zeros_like(tokens, jnp.bool_).any(1) | ~fits
+            )  # rows lie as those of tokens
             poison = mismatch if poison is None else poison | mismatch
         hidden, layers, collected, mixture = self.language.hidden(
             x, layers, context, remat=remat, scan=scan

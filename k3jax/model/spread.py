@@ -88,7 +88,7 @@ def _row_axes(num_rows: int, axes: tuple[str, ...]) -> tuple[str, ...]:
     for kept in (len(axes), len(axes) - 1):
         if num_rows % math.prod(sizes[:kept]) == 0:
             return axes[:kept]
-    named = " x ".join(f"{axis} {size}" for axis, size in zip(axes, sizes))
+    named = " x ".join(f"{axis} {size}" for axis, size in zip(axes, sizes) if size > 1)
     needed, least = math.prod(sizes), math.prod(sizes[:-1])
     raise UserError(
         f"{num_rows} rows do not divide by the devices of the batch axes ({named}); give a "

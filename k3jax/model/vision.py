@@ -40,18 +40,22 @@ class VisionTower(nnx.Module):
             trace: also return what each step gave.
 
         Returns:
-            rows [L // 4, 4, d], the 2x2 neighbours of each feature, zero behind the last item;
+            rows [L // 4, 4, d], the 2x2 neighbours of each feature, zero behind the last item (on a
+            mesh rows are cut over its axes, and some zeros more);
             [] bool, whether the grids are such as the tower defines; and, when traced,
             "patch_embed" [L, d], "vision_blocks" [layers, L, d], "vision_tower" (the rows).
         """
         vision = self.cfg.vision
-        # Items are of any size and attend within themselves: every device computes all of them.
         patches, grids = (
             meshes.reshard(jnp.asarray(array), PartitionSpec(*(None,) * array.ndim))
             for array in (media.patches, media.grids)
         )
-        num_patches = patches.shape[0]
-        places = ops.locate_patches(grids, num_patches)
+        # What is traced is whole everywhere, so that it can be cut to what is real.
+        num_patches, axes = (patches.shape[0], ()) if trace else ops.spread_patches(len(patches))
+        if axes:
+            patches = jnp.pad(patches, ((0, num_patches - len(patches)), *((0, 0),) * 3))
+            patches = meshes.reshard(patches, PartitionSpec(axes, None, None, None))
+        places = ops.locate_patches(grids, num_patches, axes)
         rotary = ops.rotary_factors(places, vision.head_dim)
         embedded = x = self.patch_embed(patches, places)
 
@@ -62,7 +66,7 @@ class VisionTower(nnx.Module):
         unroll = 1 if scan else vision.num_layers
         with jax.named_scope("vision_tower"):
             x, outputs = jax.lax.scan(checkpointed(step, remat), x, self.blocks, unroll=unroll)
-            features = ops.locate_features(grids, num_patches)
+            features = ops.locate_features(grids, num_patches, axes)
             rows = ops.pool_frames(self.norm(x), features, vision.max_frames)
         is_valid = ops.grids_are_valid(grids, num_patches, vision.max_frames)
         if not trace:

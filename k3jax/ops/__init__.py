@@ -31,6 +31,7 @@ from k3jax.ops.vision import (
     position_embedding,
     rotary_factors,
     rotate_pairs,
+    spread_patches,
 )
 from pallas_kernels.kda import l2_normalize
 
@@ -71,6 +72,7 @@ __all__ = [
     "select_experts",
     "short_conv",
     "situ",
+    "spread_patches",
     "swiglu",
     "token_multiple",
     "whole_over_tensor",

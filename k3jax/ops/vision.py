@@ -1,7 +1,8 @@
 """What the vision tower computes between its projections, for packed items.
 
 Patches of all items lie back to back in one axis P. The grids are data: where a patch stands is
-derived here, so that one program serves pictures of any size.
+derived here, so that one program serves pictures of any size. On a mesh P and the features made of
+it may be cut over any axes, across items: what a patch attends to is gathered.
 """
 
 from typing import NamedTuple
@@ -9,11 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import meshes
 import pallas_kernels
 from k3jax.media.checks import MAX_SIDE
+from k3jax.ops.layout import Axes, cutting
 
 _WAVELENGTH = 10000.0  # base of both the rotary and the frame frequencies
 
@@ -49,20 +51,41 @@ def grids_are_valid(grids: jax.Array, num_patches: int, max_frames: int) -> jax.
     return fits.all() & ((frames * rows * columns).sum() <= num_patches)
 
 
-def _owner(counts: jax.Array, num_places: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def spread_patches(num_patches: int) -> tuple[int, Axes]:
+    """How many patches the mesh in force makes of so many, and the axes that cut them.
+
+    All axes help, the innermost first, as long as every device has a feature (4 patches) to do.
+    """
+    axes, parts = (), 1
+    for axis in reversed(meshes.AXES):
+        size = meshes.axis_size(axis)
+        if size > 1 and 4 * parts * size <= num_patches:
+            axes, parts = (axis, *axes), parts * size
+    return -(-num_patches // (4 * parts)) * 4 * parts if axes else num_patches, axes
+
+
+def _owner(
+    counts: jax.Array, num_places: int, axes: Axes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of places 0, 1, ... filled by items of `counts` [N]: item, offset in it, whether filled."""
-    place = jnp.arange(num_places)
+    place = meshes.reshard(jnp.arange(num_places), P(axes or None))
     ends = jnp.cumsum(counts)
     item = (place[:, None] >= ends[None, :]).sum(-1, dtype=jnp.int32)
     is_real = item < counts.shape[0]
     item = jnp.minimum(item, counts.shape[0] - 1)
-    return item, place - (ends - counts)[item], is_real
+    return item, place - _take(ends - counts, item), is_real
 
 
-def locate_patches(grids: jax.Array, num_patches: int) -> PatchPlaces:
-    """Places of P = `num_patches` patches; grids [N, 3] (frames, rows, columns), N items."""
-    item, offset, is_real = _owner(grids.prod(axis=1, dtype=jnp.int32), num_patches)
-    frames, rows, columns = jnp.maximum(grids, 1)[item].T
+def locate_patches(grids: jax.Array, num_patches: int, axes: Axes = ()) -> PatchPlaces:
+    """Places of P = `num_patches` patches, cut over `axes`.
+
+    Args:
+        grids: [N, 3] frames, rows and columns of N items.
+        num_patches: P.
+        axes: see `spread_patches`.
+    """
+    item, offset, is_real = _owner(grids.prod(axis=1, dtype=jnp.int32), num_patches, axes)
+    frames, rows, columns = _take(jnp.maximum(grids, 1), item).T
     return PatchPlaces(
         segment_ids=jnp.where(is_real, item + 1, 0),
         frame=offset // (rows * columns),
@@ -74,13 +97,13 @@ def locate_patches(grids: jax.Array, num_patches: int) -> PatchPlaces:
     )
 
 
-def locate_features(grids: jax.Array, num_patches: int) -> FeaturePlaces:
+def locate_features(grids: jax.Array, num_patches: int, axes: Axes = ()) -> FeaturePlaces:
     """Places of the F = num_patches // 4 features that so many patches can give at most."""
     sides = grids[:, 1:] // 2
-    item, offset, is_real = _owner(sides.prod(axis=1, dtype=jnp.int32), num_patches // 4)
+    item, offset, is_real = _owner(sides.prod(axis=1, dtype=jnp.int32), num_patches // 4, axes)
     counts = grids.prod(axis=1, dtype=jnp.int32)
-    starts = (jnp.cumsum(counts) - counts)[item]
-    frames, rows, columns = jnp.maximum(grids, 1)[item].T
+    starts = _take(jnp.cumsum(counts) - counts, item)
+    frames, rows, columns = _take(jnp.maximum(grids, 1), item).T
     across = jnp.maximum(columns // 2, 1)
     first = starts + (offset // across) * 2 * columns + (offset % across) * 2
     corners = [first, first + 1, first + columns, first + columns + 1]
@@ -95,6 +118,7 @@ def position_embedding(table: jax.Array, places: PatchPlaces) -> jax.Array:
     the grid comes back as it is.
     """
     rows, columns, width = table.shape
+    table = meshes.gather(table, keep=())
     flat = table.reshape(rows * columns, width)
     result = 0.0
     for row, row_weight in _neighbours(places.row, places.rows, rows):
@@ -124,7 +148,7 @@ def frame_embedding(places: PatchPlaces, width: int, max_frames: int) -> jax.Arr
     frequencies = _WAVELENGTH ** (-np.arange(width // 2) / (width // 2))
     angles = np.arange(max_frames)[:, None] * frequencies
     table = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
-    rows = table[jnp.clip(places.frame, 0, max_frames - 1)]
+    rows = _take(table, jnp.clip(places.frame, 0, max_frames - 1))
     return jnp.where((places.frames > 1)[:, None], rows, 0)
 
 
@@ -139,8 +163,8 @@ def rotary_factors(places: PatchPlaces, head_dim: int) -> tuple[jax.Array, jax.A
 
     def of_patches(table: np.ndarray) -> jax.Array:
         table = jnp.asarray(table, jnp.float32)
-        both = [table[jnp.clip(x, 0, MAX_SIDE - 1)] for x in (places.column, places.row)]
-        return jnp.stack(both, axis=-1).reshape(-1, head_dim // 2)
+        both = [_take(table, jnp.clip(x, 0, MAX_SIDE - 1)) for x in (places.column, places.row)]
+        return jnp.stack(both, axis=-1).reshape(places.row.shape[0], head_dim // 2)
 
     return of_patches(np.cos(angles)), of_patches(np.sin(angles))
 
@@ -163,20 +187,24 @@ def item_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Ar
         v: values [P, H, K].
         segment_ids: [P] int32, ascending; a patch with 0 gets 0.
     """
-    row = PartitionSpec(None, meshes.spec_of(q)[1], None)
+    patches, heads, _ = meshes.spec_of(q)
+    cut, row = cutting(patches), P(patches, heads, None)
 
-    def run(q, k, v, segment_ids):
+    def run(q, k, v, segment_ids, kv_segment_ids):
+        if cut:
+            k, v = jax.lax.all_gather((k, v), cut, tiled=True)
         return pallas_kernels.mla_attention(
             q[None],
             k[None],
             v[None],
             scale=q.shape[-1] ** -0.5,
             segment_ids=segment_ids[None],
+            kv_segment_ids=kv_segment_ids[None],
             causal=False,
         )[0]
 
-    specs = (row, row, row, PartitionSpec(None))
-    return meshes.per_device(run, specs, row)(q, k, v, segment_ids)
+    specs = (row, row, row, P(patches), P(None))
+    return meshes.per_device(run, specs, row)(q, k, v, segment_ids, segment_ids)
 
 
 def pool_frames(x: jax.Array, places: FeaturePlaces, max_frames: int) -> jax.Array:
@@ -184,13 +212,23 @@ def pool_frames(x: jax.Array, places: FeaturePlaces, max_frames: int) -> jax.Arr
 
     Rows behind the last item are zero.
     """
-    total = 0.0
-    for frame in range(max_frames):
-        index = places.patches + (frame * places.stride)[:, None]
-        is_seen = places.is_real & (frame < places.frames)
-        rows = _take(x, jnp.clip(index, 0, x.shape[0] - 1)).astype(jnp.float32)
-        total += jnp.where(is_seen[:, None, None], rows, 0)
-    return (total / places.frames[:, None, None]).astype(x.dtype)
+    patches, width = meshes.spec_of(x)
+    features = meshes.spec_of(places.stride)[0]
+
+    def run(x, places):
+        if cutting(patches):  # a neighbourhood's patches lie anywhere
+            x = jax.lax.all_gather(x, cutting(patches), tiled=True)
+        total = 0.0
+        for frame in range(max_frames):
+            index = places.patches + (frame * places.stride)[:, None]
+            index = jnp.clip(index, 0, x.shape[0] - 1)
+            is_seen = places.is_real & (frame < places.frames)
+            rows = x.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
+            total += jnp.where(is_seen[:, None, None], rows, 0)
+        return (total / places.frames[:, None, None]).astype(x.dtype)
+
+    own = FeaturePlaces(P(features), P(features, None), P(features), P(features))
+    return meshes.per_device(run, (P(patches, width), own), P(features, None, width))(x, places)
 
 
 def merge_features(
@@ -213,20 +251,27 @@ def merge_features(
     Returns:
         [B, T, D] in x's dtype, and the number of placeholders [] int32.
     """
-    batch = meshes.spec_of(tokens)[0]
-    is_media = tokens == placeholder_id
+    batch, stream, _ = meshes.spec_of(x)  # embeddings may lie in smaller pieces than their tokens
+    row, cut = P(batch, stream, None), meshes.spec_of(features)[0]
     # The count runs through the whole batch: an all-gather of one bit per token.
-    everywhere = meshes.reshard(is_media, PartitionSpec(None, None))
-    number = jnp.cumsum(everywhere.reshape(-1), dtype=jnp.int32) - 1
+    is_media = meshes.reshard(tokens == placeholder_id, P(None, None))
+    number = jnp.cumsum(is_media.reshape(-1), dtype=jnp.int32) - 1
     number = jnp.clip(number, 0, features.shape[0] - 1).reshape(tokens.shape)
-    found = _take(features, meshes.reshard(number, PartitionSpec(batch, None)))
-    if pad_id is not None:
-        x = jnp.where((tokens == pad_id)[..., None], 0, x)
-    merged = jnp.where(is_media[..., None], found.astype(x.dtype), x)
-    return merged, everywhere.sum(dtype=jnp.int32)
+
+    def run(x, tokens, number, features):
+        if cutting(cut):
+            features = jax.lax.all_gather(features, cutting(cut), tiled=True)
+        found = features.at[number].get(mode="promise_in_bounds").astype(x.dtype)
+        if pad_id is not None:
+            x = jnp.where((tokens == pad_id)[..., None], 0, x)
+        return jnp.where((tokens == placeholder_id)[..., None], found, x)
+
+    specs = (row, P(batch, stream), P(batch, stream), P(cut, None))
+    merged = meshes.per_device(run, specs, row)(x, tokens, number, features)
+    return merged, is_media.sum(dtype=jnp.int32)
 
 
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """rows[index] of rows [N, D], sharded like the index; every index lies inside."""
-    spec = PartitionSpec(*meshes.spec_of(index), *(None,) * (rows.ndim - 1))
+    """rows[index] of rows [N, ...] that are whole, sharded like the index, which lies inside."""
+    spec = P(*meshes.spec_of(index), *(None,) * (rows.ndim - 1))
     return rows.at[index].get(out_sharding=meshes.spec_or_none(spec), mode="promise_in_bounds")
