@@ -50,6 +50,15 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="Print layers, parameters, FLOPs and cache bytes of a model.",
         examples=("k3jax inspect kimi_k3", "k3jax inspect runs/tiny --length 65536 --json"),
     ),
+    "plan": Subcommand(
+        module="k3jax.cli.plan",
+        summary="Rank the meshes of a machine for a model: memory, traffic, time, limits.",
+        examples=(
+            "k3jax plan kimi_k3 --chips v5p:4096 --batch 4096 --length 8192",
+            "k3jax plan kimi_k3 --chips h200:16 --batch 256 --length 32768 --use decode "
+            "--precision.experts mxfp4",
+        ),
+    ),
     "convert": Subcommand(
         module="k3jax.cli.convert",
         summary="Write weights in the released layout, or make a run directory of them.",

@@ -1,6 +1,7 @@
 """Which axis sizes a model, a batch and a machine allow, and why others do not work."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import meshes
@@ -120,12 +121,13 @@ def mesh_findings(
     found += _length(work, candidate)
     segment = uniform_segment(work.cfg)
     if shape.stage > 1 and segment and shape.stage <= segment.repeats:
-        cost = pipeline_cost(segment.repeats, shape.stage, candidate.micro_batches)
+        parts = candidate.pipeline_micro_batches
+        cost = pipeline_cost(segment.repeats, shape.stage, parts)
         found.append(
             Finding(
                 axis=meshes.STAGE,
                 verdict="costs",
-                text=f"{candidate.micro_batches} micro-batches: {100 * cost.bubble:.1f} % of the "
+                text=f"{parts} parts in the pipeline: {100 * cost.bubble:.1f} % of the "
                 f"pipeline's steps are bubbles, {100 * cost.padding:.1f} % identities",
             )
         )
@@ -146,15 +148,16 @@ def joint_findings(
 
 
 def _batch(work: Workload, candidate: Candidate) -> list[Finding]:
-    shape, micro = candidate.shape, candidate.micro_batches
-    axes = {"data": shape.data, "fsdp": shape.fsdp}
+    shape = candidate.shape
+    sizes = {"data": shape.data, "fsdp": shape.fsdp}
     if candidate.rows_on_expert:
-        axes["expert"] = shape.expert
-    axes = {name: size for name, size in axes.items() if size > 1}
-    parts = candidate.row_parts * micro
-    product = " x ".join(f"{name} {size}" for name, size in axes.items()) or "one device"
-    if micro > 1:
-        product += f" x {micro} micro-batches"
+        sizes["expert"] = shape.expert
+    sizes["micro-batches"] = candidate.micro_batches
+    # Outside of a pipeline its stages share the rows, inside they come in parts.
+    sizes["stage"] = math.lcm(shape.stage, candidate.pipeline_micro_batches)
+    parts = math.prod(sizes.values())
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    product = product or "one device"
     if work.batch % parts:
         below = work.batch // parts * parts
         options = " or ".join(str(n) for n in (below, below + parts) if n)
@@ -162,13 +165,11 @@ def _batch(work: Workload, candidate: Candidate) -> list[Finding]:
             _refused(
                 "batch",
                 f"batch {work.batch} does not divide by {product} = {parts}; a batch of {options} "
-                "would, or more devices on context, tensor or stage",
+                "would, or more devices on context or tensor",
             )
         ]
-    rows = work.batch // parts
-    return [
-        Finding(axis="batch", verdict="fits", text=f"batch {work.batch} / ({product}) = {rows}")
-    ]
+    text = f"batch {work.batch} / ({product}) = {work.batch // parts}"
+    return [Finding(axis="batch", verdict="fits", text=text)]
 
 
 def _length(work: Workload, candidate: Candidate) -> list[Finding]:

@@ -4,9 +4,10 @@ Everything is per micro-batch unless the name says otherwise.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import meshes
-from k3jax.config import K3Config
+from k3jax.config import K3Config, LayerKind
 from k3jax.model.layout import Segment, blocks_before, plan_segments
 from k3jax.plan.arguments import WHOLE, WeightGroup, weight_groups
 from k3jax.plan.workload import Workload
@@ -19,7 +20,8 @@ class Candidate:
 
     Attributes:
         shape: the mesh.
-        micro_batches: parts the batch is computed in.
+        micro_batches: parts the batch is computed in, one after the other.
+        pipeline_micro_batches: parts of each that pass through the stages, 1 without stages.
         whole_weights: parameters are whole along the axes that otherwise store them in pieces, so
             that nothing is gathered: for decoding.
         rows_on_expert: the batch is also cut over the expert axis, and rows are exchanged. False:
@@ -28,6 +30,7 @@ class Candidate:
 
     shape: meshes.MeshShape
     micro_batches: int = 1
+    pipeline_micro_batches: int = 1
     whole_weights: bool = False
     rows_on_expert: bool = True
 
@@ -37,22 +40,22 @@ class Candidate:
 
     @property
     def row_parts(self) -> int:
-        """Devices that the rows of a micro-batch are cut over."""
+        """Devices that the rows of a micro-batch are cut over, stages apart."""
         rows = self.shape.data * self.shape.fsdp
         return rows * self.shape.expert if self.rows_on_expert else rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Local:
-    """Numbers of one device.
+    """Numbers of one device, for one micro-batch.
 
     Attributes:
-        rows: sequences.
-        tokens: tokens whose heads and hidden widths it computes (those of its context rank).
-        stream: tokens of its piece of the residual stream, over tensor, too.
         facts: of the model.
-        units: repeating units that it computes, identities of a padded pipeline included.
-        layers: layers that it computes, by kind: "kda", "mla", "moe", "dense", "all".
+        rows: sequences that it sees in a repeating unit: of one part of a pipeline.
+        tokens: tokens there whose heads and hidden widths it computes (of its context rank).
+        stream: tokens there of its piece of the residual stream, over tensor, too.
+        outside_tokens: `tokens` of the layers outside the units, where stages share the rows.
+        unit_runs: how often it runs a unit, steps of a pipeline without a micro-batch included.
         weights: where its parameters lie.
         pipeline: costs of the stage axis, None without one.
     """
@@ -63,8 +66,8 @@ class Local:
     rows: int
     tokens: int
     stream: int
-    units: int
-    layers: dict[str, int]
+    outside_tokens: int
+    unit_runs: int
     weights: tuple[WeightGroup, ...]
     pipeline: PipelineCost | None
 
@@ -86,6 +89,21 @@ class Local:
         """Width of the rows that travel to experts."""
         return (self.cfg.moe.latent_dim or self.cfg.dim) if self.cfg.moe else 0
 
+    def layer_runs(self, kind: str) -> int:
+        """How often it runs a layer of a kind: "kda", "mla", "moe", "dense" or "all"."""
+        facts = self.facts
+        return self.unit_runs * facts.in_unit[kind] + facts.outside[kind]
+
+    def mean_tokens(self, kind: str) -> float:
+        """`tokens` of such a run, on average."""
+        facts = self.facts
+        inside = self.unit_runs * facts.in_unit[kind] * self.tokens
+        return (inside + facts.outside[kind] * self.outside_tokens) / max(1, self.layer_runs(kind))
+
+    def runs_of(self, group: WeightGroup) -> int:
+        """How often it uses the arrays of a group, those of one unit at a time."""
+        return self.unit_runs if group.part == "unit" and self.pipeline else group.repeats
+
 
 class ModelFacts:
     """What formulas ask of a model again and again, looked up once."""
@@ -94,10 +112,11 @@ class ModelFacts:
         self.cfg = cfg
         self.segment = uniform_segment(cfg)
         self.num_units = self.segment.repeats if self.segment else 0
-        self.unit_kinds = self.segment.unit if self.segment else cfg.layer_kinds[-1:]
-        self.outside_layers = cfg.num_layers - self.num_units * len(self.unit_kinds)
+        self.unit_kinds = self.segment.unit if self.segment else ()
+        self.in_unit = _count_kinds(self.unit_kinds)
+        every = _count_kinds(cfg.layer_kinds)
+        self.outside = {k: every[k] - self.num_units * n for k, n in self.in_unit.items()}
         self.entries = self._bank_entries()
-        self._layers: dict[int, dict[str, int]] = {}
         self._groups: dict[tuple, tuple[WeightGroup, ...]] = {}
         self._pipelines: dict[tuple[int, int], PipelineCost] = {}
 
@@ -124,21 +143,15 @@ class ModelFacts:
             )
         return self._pipelines[key]
 
-    def layers(self, units: int) -> dict[str, int]:
-        """Layers by kind, with so many units of the uniform segment."""
-        if units not in self._layers:
-            kinds, segment = self.cfg.layer_kinds, self.segment
-            if segment:
-                after = segment.start + segment.num_layers
-                kinds = kinds[: segment.start] + segment.unit * units + kinds[after:]
-            self._layers[units] = {
-                "kda": sum(kind.attention == "kda" for kind in kinds),
-                "mla": sum(kind.attention == "mla" for kind in kinds),
-                "moe": sum(kind.feed_forward == "moe" for kind in kinds),
-                "dense": sum(kind.feed_forward == "dense" for kind in kinds),
-                "all": len(kinds),
-            }
-        return self._layers[units]
+
+def _count_kinds(kinds: Sequence[LayerKind]) -> dict[str, int]:
+    return {
+        "kda": sum(kind.attention == "kda" for kind in kinds),
+        "mla": sum(kind.attention == "mla" for kind in kinds),
+        "moe": sum(kind.feed_forward == "moe" for kind in kinds),
+        "dense": sum(kind.feed_forward == "dense" for kind in kinds),
+        "all": len(kinds),
+    }
 
 
 def uniform_segment(cfg: K3Config) -> Segment | None:
@@ -154,15 +167,16 @@ def local_numbers(work: Workload, candidate: Candidate, facts: ModelFacts) -> Lo
         ValueError: parameters that do not divide by the axes that compute them in pieces.
     """
     shape = candidate.shape
-    rows = -(-work.batch // (candidate.micro_batches * candidate.row_parts))
+    of_micro_batch = -(-work.batch // (candidate.micro_batches * candidate.row_parts))
+    rows = -(-of_micro_batch // candidate.pipeline_micro_batches)
     stream = whole = 1
     if work.use != "decode":
         stream = -(-work.length // (shape.context * shape.tensor))
         whole = stream * shape.tensor
-    units, pipeline = facts.num_units, None
+    runs, pipeline = facts.num_units, None
     if shape.stage > 1:
-        pipeline = facts.pipeline(shape.stage, candidate.micro_batches)
-        units = pipeline.repeats
+        pipeline = facts.pipeline(shape.stage, candidate.pipeline_micro_batches)
+        runs = pipeline.steps
     return Local(
         work=work,
         candidate=candidate,
@@ -170,8 +184,8 @@ def local_numbers(work: Workload, candidate: Candidate, facts: ModelFacts) -> Lo
         rows=rows,
         tokens=rows * whole,
         stream=rows * stream,
-        units=units,
-        layers=facts.layers(units),
+        outside_tokens=-(-of_micro_batch // shape.stage) * whole,
+        unit_runs=runs,
         weights=facts.weights(candidate),
         pipeline=pipeline,
     )

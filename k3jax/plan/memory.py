@@ -34,7 +34,7 @@ ALIVE: dict[str, float] = {
     "inference_heads": 6.0,
     "inference_rows": 3.0,
     "inference_stream": 6.0,
-    "reserved": 0.3e9,  # bytes: programs, and what the runtime keeps
+    "reserved": 0.0,  # bytes: programs, and what the runtime keeps
 }
 
 
@@ -83,14 +83,14 @@ def peak_memory(local: Local, capacity: int) -> Memory:
         local.weights,
         local.shape.stage,
         work.precision,
-        local.candidate.micro_batches * local.tokens,
+        local.candidate.micro_batches * local.outside_tokens,
         training,
     )
     width = work.activation_bytes
     if training:
         stream = local.stream * cfg.dim * width
-        kept = local.pipeline.kept_vectors if local.pipeline else local.units
-        kept += local.facts.outside_layers
+        kept = local.pipeline.kept_vectors if local.pipeline else local.facts.num_units
+        kept += local.facts.outside["all"] * local.outside_tokens / local.tokens
         entries = local.facts.entries[-1]
         saved = stream * (ALIVE["prefixes"] * kept + ALIVE["banks"] * entries)
         saved += stream * ALIVE["head"]
@@ -128,7 +128,8 @@ def _training_intermediates(local: Local) -> float:
     """Values alive while one unit is differentiated."""
     cfg, tensor = local.cfg, local.shape.tensor
     heads = rows = shared = 0.0
-    for kind in local.facts.unit_kinds:
+    kinds = local.facts.unit_kinds or cfg.layer_kinds[-1:]
+    for kind in kinds:
         if kind.attention == "kda":
             heads += ALIVE["kda_heads"] * cfg.kda.num_heads * cfg.kda.head_dim
         else:
@@ -141,7 +142,7 @@ def _training_intermediates(local: Local) -> float:
             shared += ALIVE["shared_hidden"] * cfg.moe.num_shared_experts * hidden
         else:
             shared += ALIVE["shared_hidden"] * cfg.ffn_dim / tensor
-    stream = ALIVE["stream"] * cfg.dim * len(local.facts.unit_kinds)
+    stream = ALIVE["stream"] * cfg.dim * len(kinds)
     return local.tokens * (heads / tensor + rows + shared) + local.stream * stream
 
 

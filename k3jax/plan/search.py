@@ -103,8 +103,8 @@ def make_plan(
             axis="memory",
             count=beyond,
             text=f"the state of {coster.state_bytes / 1e12:.1f} TB, divided by all axes but data, "
-            f"exceeds the {chips.chip.memory_bytes / 1e9:.1f} GB of a device: fewer replicas, or "
-            "more chips",
+            f"exceeds the {chips.chip.memory_bytes / 1e9:.1f} GB of a device; it needs more than "
+            f"{coster.state_bytes / chips.chip.memory_bytes:.0f} devices",
         )
     if too_large:
         refusals["memory"] = _memory_refusal(too_large)
@@ -220,7 +220,8 @@ def _shapes(
 ) -> Iterator[meshes.MeshShape]:
     """Meshes whose axes each have a size that works; sizes that do not are written down."""
     total = chips.num_devices
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    left_over = total // math.prod(fixed.values())
+    divisors = [n for n in range(1, left_over + 1) if left_over % n == 0]
     allowed: dict[str, list[int]] = {}
     for axis in meshes.AXES:
         if axis in fixed:
@@ -239,8 +240,6 @@ def _shapes(
             refusals[f"{axis} sizes"] = Refusal(
                 axis=axis, count=0, text=f"sizes {sizes}: for example {refused[0][1]}"
             )
-    if work.use == "decode" and "data" not in fixed:
-        allowed[meshes.DATA] = divisors
 
     def extend(axes, left, sizes):
         if not axes:
@@ -307,15 +306,21 @@ def _fewest_micro_batches(
 
 
 def _candidates(work: Workload, shape: meshes.MeshShape, micro: int | None) -> Iterator[Candidate]:
+    """Ways to use a mesh, those with fewer micro-batches first."""
     if work.use == "training":
-        most, rest = divmod(work.batch, shape.data * shape.fsdp * shape.expert)
-        counts = [n for n in range(1, most + 1) if most % n == 0]
+        rows, rest = divmod(work.batch, shape.data * shape.fsdp * shape.expert * shape.stage)
+        counts = [n for n in range(1, rows + 1) if rows % n == 0]
         if micro or rest:
             counts = [micro or 1]
-        elif shape.stage > 1:  # fewer than the stages leave some without work
-            counts = [n for n in counts if n >= shape.stage][:PIPELINE_TRIES] or counts[-1:]
-        for count in counts:
-            yield Candidate(shape=shape, micro_batches=count)
+        if shape.stage == 1:
+            for count in counts:
+                yield Candidate(shape=shape, micro_batches=count)
+            return
+        for count in counts[:PIPELINE_TRIES]:
+            for parts in [n for n in counts if rows % (n * count) == 0][:PIPELINE_TRIES]:
+                yield Candidate(
+                    shape=shape, micro_batches=count, pipeline_micro_batches=parts * shape.stage
+                )
         return
     for whole in (False, True):
         if whole and shape.fsdp > 1:
@@ -351,7 +356,7 @@ def _memory_refusal(too_large: list[tuple[meshes.MeshShape, Memory]]) -> Refusal
 def _nothing_fits(work, chips, fixed, refusals: Mapping[str, Refusal]) -> str:
     asked = " with " + " x ".join(f"{a} {n}" for a, n in fixed.items()) if fixed else ""
     reasons = [
-        f"{refusal.axis}: {refusal.count} meshes, {refusal.text}"
+        f"{refusal.axis}: {refusal.text} ({refusal.count} meshes)"
         if refusal.count
         else f"{refusal.axis}: {refusal.text}"
         for refusal in refusals.values()

@@ -101,13 +101,16 @@ def step_time(
     training = work.use == "training"
     passes, head_passes = (TRAINING_PASSES, HEAD_PASSES) if training else (1, 1)
     rate = chip.peak_flops * PRODUCT_EFFICIENCY
-    per_micro = local.tokens / (local.shape.tensor * local.shape.stage)
-    layers = passes * (forward.units + forward.outside) + head_passes * forward.head
+    shape = local.shape
+    inside = local.tokens * local.candidate.pipeline_micro_batches / (shape.stage * shape.tensor)
+    units = passes * inside * forward.units
+    others = passes * forward.outside + head_passes * forward.head
+    flops = units + local.outside_tokens / shape.tensor * others
     if not local.candidate.rows_on_expert:  # attention on every rank, experts each on one
-        layers -= forward.routed * (1 - 1 / local.shape.expert)
-    flops = micro * per_micro * layers
+        flops -= inside * forward.routed * (1 - 1 / shape.expert)
+    flops *= micro
     compute = flops / rate
-    bubble = micro * per_micro * passes * forward.units / rate * (local.waste - 1)
+    bubble = micro * units / rate * (local.waste - 1)
     moved = _bytes_moved(local, training)
     reads = micro * moved / (chip.memory_bandwidth * MEMORY_EFFICIENCY)
     optimizer = 0.0
@@ -142,7 +145,7 @@ def _bytes_moved(local: Local, training: bool) -> float:
         unused = group.part == "vision" or (group.part == "head" and not training)
         if unused or not group.trained:
             continue
-        size = group.used * group.units(local.shape.stage)
+        size = group.used * local.runs_of(group)
         width = BYTES[precision.parameters]
         if group.is_routed:
             size *= _touched(local)
@@ -152,7 +155,8 @@ def _bytes_moved(local: Local, training: bool) -> float:
         weights += size * width * written
     if not training:
         weights += cfg.vocab_size * cfg.dim / local.shape.tensor * BYTES[precision.parameters]
-    activations = ACTIVATION_READS * cfg.dim * local.layers["all"] * local.stream
+    tokens = local.mean_tokens("all") / (1 if work.use == "decode" else local.shape.tensor)
+    activations = ACTIVATION_READS * cfg.dim * local.layer_runs("all") * tokens
     moved = passes * (weights + activations * work.activation_bytes)
     if work.use == "decode":
         moved += cache_bytes(local)

@@ -116,13 +116,9 @@ def count_traffic(local: Local, links: Mapping[str, meshes.Links]) -> tuple[Tran
     if local.pipeline:
         vector = local.stream * local.cfg.dim * local.work.activation_bytes
         moved = local.pipeline.bytes_sent(vector) / local.shape.stage
-        traffic.exchange(meshes.STAGE, "stages", moved, _slow_part(links, meshes.STAGE, moved), 1)
+        slow = moved if links[meshes.STAGE].outside > 1 else 0.0  # the slowest device decides
+        traffic.exchange(meshes.STAGE, "stages", moved, slow, micro)
     return traffic.transfers()
-
-
-def _slow_part(links, axis: str, sent: float) -> float:
-    """Of a shift along an axis, what the slowest device sends over the network."""
-    return sent if links[axis].outside > 1 else 0.0
 
 
 def _weights(traffic: Traffic, local: Local, micro: int, training: bool) -> None:
@@ -130,7 +126,7 @@ def _weights(traffic: Traffic, local: Local, micro: int, training: bool) -> None
     for group in local.weights:
         if not group.trained or group.part == "vision":
             continue
-        times = group.units(local.shape.stage) * micro
+        times = local.runs_of(group) * micro
         piece = group.stored * width
         if group.gathered_over:
             traffic.gather_over(
@@ -144,74 +140,56 @@ def _weights(traffic: Traffic, local: Local, micro: int, training: bool) -> None
 
 def _stream(traffic: Traffic, local: Local, times: float) -> None:
     """Pieces of the residual stream over tensor; partial sums where there is one token."""
-    cfg, layers = local.cfg, local.layers
-    size = local.tokens * local.work.activation_bytes
+    cfg, width = local.cfg, local.work.activation_bytes
     latent = local.expert_width if cfg.moe and cfg.moe.latent_dim else 0
-    if local.work.use == "decode":
-        sums = 2 * layers["all"] * cfg.dim + layers["moe"] * latent
-        collectives = 2 * layers["all"] + layers["moe"]
-        per = size * sums / collectives
-        traffic.reduce(meshes.TENSOR, "partial sums", per, times * collectives)
-        return
     # A gather before and a scatter after each attention, feed-forward and routed product.
-    traffic.gather(meshes.TENSOR, "stream", size * cfg.dim, 4 * layers["all"] * times)
-    traffic.gather(meshes.TENSOR, "stream", size * latent, 2 * layers["moe"] * times)
+    moved = ((4, "all", cfg.dim), (2, "moe", latent))
+    for count, kind, channels in moved:
+        size = local.mean_tokens(kind) * width * channels
+        runs = local.layer_runs(kind) * times
+        if local.work.use == "decode":
+            traffic.reduce(meshes.TENSOR, "partial sums", size, count / 2 * runs)
+        else:
+            traffic.gather(meshes.TENSOR, "stream", size, count * runs)
 
 
 def _experts(traffic: Traffic, local: Local, micro: int, training: bool) -> None:
-    moe, shape, layers = local.cfg.moe, local.shape, local.layers["moe"]
-    link = traffic.links[meshes.EXPERT]
+    moe, shape = local.cfg.moe, local.shape
+    link, runs = traffic.links[meshes.EXPERT], local.layer_runs("moe") * micro
     if link.size == 1:
         return
+    tokens = local.mean_tokens("moe")
     row = local.expert_width * local.work.activation_bytes
     if not local.candidate.rows_on_expert:
-        size = local.tokens * local.expert_width * 4
-        traffic.reduce(meshes.EXPERT, "partial sums", size, layers * micro)
+        size = tokens * local.expert_width * 4
+        traffic.reduce(meshes.EXPERT, "partial sums", size, runs)
         return
-    sent = local.tokens * moe.experts_per_token * row * (link.size - 1) / link.size
+    sent = tokens * moe.experts_per_token * row * (link.size - 1) / link.size
     slow = 0.0
     if link.outside > 1:
         # Once per destination node: the mean number of other nodes among a token's routes.
         missed = (1 - 1 / link.outside) ** moe.experts_per_token
-        slow = local.tokens * row * (link.outside - 1) * (1 - missed)
-    traffic.exchange(
-        meshes.EXPERT, "rows", sent, min(slow, sent), layers * micro * (6 if training else 2)
-    )
-    if local.work.use != "decode":
-        fetched = (
-            FETCHED_SHARE
-            * moe.num_experts
-            / shape.expert
-            * 3
-            * local.expert_width
-            * moe.expert_hidden_dim
-            / shape.tensor
-            * BYTES[local.work.precision.parameters]
-        )
-        slow = fetched * (link.outside - 1) / link.outside
-        traffic.exchange(
-            meshes.EXPERT,
-            "redundant experts",
-            fetched,
-            slow,
-            layers * micro * (3 if training else 1),
-        )
+        slow = tokens * row * (link.outside - 1) * (1 - missed)
+    moves = 6 if training else 2  # there and back, in each pass
+    traffic.exchange(meshes.EXPERT, "rows", sent, min(slow, sent), runs * moves)
+    if local.work.use == "decode":
+        return
+    expert = 3 * local.expert_width * moe.expert_hidden_dim / shape.tensor
+    fetched = FETCHED_SHARE * moe.num_experts / shape.expert * expert
+    fetched *= BYTES[local.work.precision.parameters]
+    slow = fetched * (link.outside - 1) / link.outside
+    moves = 3 if training else 1  # and their gradients back
+    traffic.exchange(meshes.EXPERT, "redundant experts", fetched, slow, runs * moves)
 
 
 def _context(traffic: Traffic, local: Local, times: float) -> None:
     """Transitions of recurrent states, and latents of full attention."""
-    cfg = local.cfg
+    cfg, context = local.cfg, local.shape.context
+    per_rank = -(-local.work.length // context)
     state = cfg.kda.num_heads / local.shape.tensor * 2 * cfg.kda.head_dim**2 * 4
-    traffic.gather(
-        meshes.CONTEXT,
-        "states",
-        local.rows * state * local.shape.context,
-        local.layers["kda"] * times,
-    )
-    latent = cfg.mla.kv_lora_rank + cfg.mla.qk_rope_head_dim
-    traffic.gather(
-        meshes.CONTEXT,
-        "states",
-        local.tokens * local.shape.context * latent * local.work.activation_bytes,
-        local.layers["mla"] * times,
-    )
+    rows = local.mean_tokens("kda") / per_rank
+    runs = local.layer_runs("kda") * times
+    traffic.gather(meshes.CONTEXT, "states", rows * state * context, runs)
+    latent = (cfg.mla.kv_lora_rank + cfg.mla.qk_rope_head_dim) * local.work.activation_bytes
+    whole = local.mean_tokens("mla") * context * latent
+    traffic.gather(meshes.CONTEXT, "states", whole, local.layer_runs("mla") * times)
