@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from k3jax.data.loader import Loader
-from k3jax.train.config import OptimizerConfig
+from k3jax.errors import UserError
+from k3jax.train.config import BalancingConfig, OptimizerConfig
 from k3jax.train.data import read_data
 from k3jax.train.state import ModelParts, from_tree, to_tree
 from k3jax.train.step import make_evaluation_step, make_train_step
@@ -126,3 +127,30 @@ def test_evaluation_counts_bytes_only(setting):
                 targets += 1
     assert int(result["targets"]) == targets
     assert_close(result["nats"], nats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["sign", "aux", "none"])
+def test_other_balancing_rules(setting, rule):
+    config, parts, step, optimizer, batches = setting
+    balancing = BalancingConfig(rule=rule, sign_rate=0.25, aux_weight=0.5)
+    other, _ = make_train_step(parts, dataclasses.replace(config, balancing=balancing))
+    state = parts.fresh_state(optimizer, 0)
+    found, metrics = jax.jit(other)(state, batches[0])
+    expected, usual = step(state, batches[0])
+    assert_close(metrics["loss"], usual["loss"])  # without the auxiliary loss
+    (bias,) = found.rest.values()
+    assert set(np.abs(np.asarray(bias)).tolist()) <= ({0.0, 0.25} if rule == "sign" else {0.0})
+    assert np.any(bias != 0) == (rule == "sign")
+    same = np.array_equal(
+        *(next(v for n, v in s.params.items() if n.endswith("router")) for s in (found, expected))
+    )
+    assert same == (rule != "aux")  # only the auxiliary loss reaches the weights
+    assert ("auxiliary_loss" in metrics) == (rule == "aux")
+    if rule == "aux":
+        assert 0.9 < float(metrics["auxiliary_loss"]) < 2  # one layer
+
+
+def test_rates_of_balancing_rules_are_checked():
+    with pytest.raises(UserError, match=r"balancing.sign_rate=0.0 must be .* above 0"):
+        BalancingConfig(sign_rate=0.0)
