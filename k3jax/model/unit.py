@@ -10,6 +10,7 @@ import meshes
 from k3jax.config import K3Config
 from k3jax.model.layout import Segment, blocks_before, starts_block
 from k3jax.nn.decoder import Stream
+from meshes.remat import keep_all_but_gathered
 
 Remat = Literal["none", "dots", "full"]
 REMAT = ("none", "dots", "full")
@@ -20,13 +21,12 @@ def checkpointed(function, remat: Remat):
 
     Weights gathered for use on a mesh are never kept.
     """
-    policies = jax.checkpoint_policies
     if remat == "none":
         if not meshes.has_mesh():
             return function
-        policy = policies.save_anything_except_these_names(meshes.GATHERED)
+        policy = keep_all_but_gathered
     else:
-        policy = policies.dots_saveable if remat == "dots" else None
+        policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
     return jax.checkpoint(function, policy=policy)
 
 
