@@ -55,8 +55,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="Rank the meshes of a machine for a model: memory, traffic, time, limits.",
         examples=(
             "k3jax plan kimi_k3 --chips v5p:4096 --batch 4096 --length 8192",
-            "k3jax plan kimi_k3 --chips h200:16 --batch 256 --length 32768 --use decode "
-            "--precision.experts mxfp4",
+            "k3jax plan small --chips h200:8 --batch 64 --length 2048",
         ),
     ),
     "convert": Subcommand(

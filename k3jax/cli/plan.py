@@ -46,12 +46,9 @@ class Plan:
     the experts and the batch, context the sequence, tensor heads and hidden widths, stage the
     layers. All bytes and operations are per device and step.
 
-    Examples:
-      k3jax plan kimi_k3 --chips v5p:4096 --batch 4096 --length 8192
-      k3jax plan kimi_k3 --chips h200:1024 --batch 2048 --length 8192 --picture plan.png
-      k3jax plan kimi_k3 --chips h200:16 --batch 256 --length 32768 --use decode
-      --precision.experts mxfp4
-      k3jax plan kimi_k3 --chips v5p:4096 --batch 4096 --length 8192 --mesh.tensor 8 --mesh.stage 4
+    Try: k3jax plan kimi_k3 --chips h200:1024 --batch 2048 --length 8192 --picture plan.png; or
+    with axes given, --chips v5p:4096 --mesh.tensor 8 --mesh.stage 4; or serving, --chips h200:16
+    --use decode --precision.experts mxfp4.
     """
 
     target: Annotated[str, tyro.conf.Positional]

@@ -82,7 +82,7 @@ def show_best(console: Console, facts: Facts, mesh: Facts) -> None:
         table.add_row(*cells)
     console.print(Padding(table, (0, 0, 0, 2)))
     again = ", recomputation included" if facts["use"] == "training" else ""
-    console.print(f"  {shorten(mesh['flops_per_device'])}FLOP per device{again}")
+    console.print(f"  {mesh['flops_per_device'] / 1e12:,.3g} TFLOP per device{again}")
     if mesh["transport"]:
         node = f" (node_size {mesh['node_size']})" if mesh["node_size"] else ""
         console.print(f"  routed rows travel by {mesh['transport']}{node}, balanced")

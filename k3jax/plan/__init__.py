@@ -2,6 +2,9 @@
 
 Parameters by part (`count_parameters`), floating-point operations per token
 (`count_flops_per_token`), and the bytes one sequence holds while decoding (`count_cache_bytes`).
+
+What a model costs on a machine is in `k3jax.plan.search` (`make_plan`: ranked meshes) and
+`k3jax.plan.arguments` (`argument_bytes`), which read the sharding rules and so load jax.
 """
 
 from k3jax.plan.caches import CacheBytes, count_cache_bytes

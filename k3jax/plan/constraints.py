@@ -154,7 +154,7 @@ def _batch(work: Workload, candidate: Candidate) -> list[Finding]:
         sizes["expert"] = shape.expert
     sizes["micro-batches"] = candidate.micro_batches
     # Outside of a pipeline its stages share the rows, inside they come in parts.
-    sizes["stage"] = math.lcm(shape.stage, candidate.pipeline_micro_batches)
+    sizes["parts of the pipeline"] = math.lcm(shape.stage, candidate.pipeline_micro_batches)
     parts = math.prod(sizes.values())
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     product = product or "one device"

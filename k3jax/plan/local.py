@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import meshes
 from k3jax.config import K3Config, LayerKind
 from k3jax.model.layout import Segment, blocks_before, plan_segments
-from k3jax.plan.arguments import WHOLE, WeightGroup, weight_groups
+from k3jax.plan.arguments import WHOLE, ArgumentBytes, WeightGroup, sum_bytes, weight_groups
 from k3jax.plan.workload import Workload
 from meshes.schedule import PipelineCost, pipeline_cost
 
@@ -118,6 +118,7 @@ class ModelFacts:
         self.outside = {k: every[k] - self.num_units * n for k, n in self.in_unit.items()}
         self.entries = self._bank_entries()
         self._groups: dict[tuple, tuple[WeightGroup, ...]] = {}
+        self._stored: dict[tuple, ArgumentBytes] = {}
         self._pipelines: dict[tuple[int, int], PipelineCost] = {}
 
     def _bank_entries(self) -> tuple[int, ...]:
@@ -133,6 +134,16 @@ class ModelFacts:
         if key not in self._groups:
             self._groups[key] = weight_groups(self.cfg, candidate.shape, candidate.rules)
         return self._groups[key]
+
+    def stored(self, work: Workload, candidate: "Candidate") -> ArgumentBytes:
+        """Bytes of what a device keeps from step to step; without the batch."""
+        stages = candidate.shape.stage
+        key = (candidate.shape.sizes[2:], candidate.whole_weights, stages, work.precision, work.use)
+        if key not in self._stored:
+            self._stored[key] = sum_bytes(
+                self.weights(candidate), stages, work.precision, 0, work.use == "training"
+            )
+        return self._stored[key]
 
     def pipeline(self, stages: int, micro_batches: int) -> PipelineCost:
         """Costs of the stage axis."""

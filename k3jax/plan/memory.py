@@ -8,7 +8,6 @@ stand in one table.
 
 import dataclasses
 
-from k3jax.plan.arguments import sum_bytes
 from k3jax.plan.caches import count_cache_bytes
 from k3jax.plan.local import Local
 from k3jax.plan.workload import BYTES
@@ -79,13 +78,8 @@ def peak_memory(local: Local, capacity: int) -> Memory:
     """The peak of a step."""
     work, cfg = local.work, local.cfg
     training = work.use == "training"
-    arguments = sum_bytes(
-        local.weights,
-        local.shape.stage,
-        work.precision,
-        local.candidate.micro_batches * local.outside_tokens,
-        training,
-    )
+    arguments = local.facts.stored(work, local.candidate)
+    ids = 8 * local.candidate.micro_batches * local.outside_tokens
     width = work.activation_bytes
     if training:
         stream = local.stream * cfg.dim * width
@@ -104,7 +98,7 @@ def peak_memory(local: Local, capacity: int) -> Memory:
         parameters=arguments.parameters,
         master=arguments.master,
         moments=arguments.moments,
-        other_arguments=arguments.state + arguments.batch,
+        other_arguments=arguments.state + ids,
         gradients=arguments.gradients,
         caches=caches,
         saved=round(saved),

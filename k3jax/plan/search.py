@@ -18,7 +18,7 @@ from k3jax.plan.workload import Workload
 # Transient spikes and what a formula misses: a mesh must fit with so much to spare.
 MEMORY_MARGIN = 0.05
 # Numbers of micro-batches that a pipeline tries, from the smallest that fills it.
-PIPELINE_TRIES = 5
+PIPELINE_TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,11 +126,17 @@ class Coster:
     def __init__(self, work: Workload, chips: meshes.Hardware):
         self.work, self.chips = work, chips
         self.facts = ModelFacts(work.cfg)
+        self._last_links = None
         self.forward = forward_flops(work)
         one = argument_bytes(
             work.cfg, meshes.MeshShape(), work.precision, training=work.use == "training"
         )
         self.state_bytes = one.total + one.gradients
+
+    def _links(self, shape: meshes.MeshShape):
+        if self._last_links is None or self._last_links[0] is not shape:
+            self._last_links = shape, meshes.axis_links(shape, self.chips)
+        return self._last_links[1]
 
     def least_bytes(self, shape: meshes.MeshShape) -> float:
         """Bytes of a device that no mesh with so many replicas can go below."""
@@ -152,7 +158,7 @@ class Coster:
         """
         local = self.local(candidate)
         memory = self.memory(local)
-        transfers = count_traffic(local, meshes.axis_links(candidate.shape, self.chips))
+        transfers = count_traffic(local, self._links(candidate.shape))
         transport, node_size = _transport(local, self.chips)
         return Costed(
             candidate=candidate,
@@ -271,6 +277,8 @@ def _best_of(
         return _fewest_micro_batches(coster, candidates)
     best = smallest = refused = None
     for candidate in candidates:
+        if best is not None and candidate.micro_batches > best.candidate.micro_batches:
+            break  # takes longer
         bad = [f for f in joint_findings(work, coster.chips, candidate) if f.verdict == "refused"]
         if bad:
             refused = refused or bad[0]

@@ -96,7 +96,7 @@ def test_tensor_8_expert_16_pipeline_4_sequence_2_is_explained():
         "96 MLA heads -> 12",
         "896 routed experts -> 56",
         "padded to 24",
-        "batch 4096 / (fsdp 4 x expert 16 x stage 8) = 8",
+        "batch 4096 / (fsdp 4 x expert 16 x parts of the pipeline 8) = 8",
         "512 tokens of the residual stream per device",
         "5.9 % of the pipeline's steps are bubbles, 7.8 % identities",
     ):
