@@ -230,3 +230,27 @@ def test_sizes_that_do_not_divide_are_named(shape, changes, message):
     mesh = meshes.build_mesh(meshes.MeshShape(**shape), jax.devices()[:4])
     with jax.set_mesh(mesh), pytest.raises(UserError, match=message):
         with_gradients(*arguments)
+
+
+def test_backward_pass_keeps_no_gathered_or_fetched_expert():
+    """Residuals of [E, C, F] are the stored pieces: 8 experts over all devices, none twice."""
+    shape = meshes.MeshShape(fsdp=2, expert=2)
+    mesh = meshes.build_mesh(shape, jax.devices()[:4])
+    x, ids, weights, real, *matrices = case(6, width=12, hidden=10)
+    dims = ("experts", "expert_latent", "ffn"), ("experts", "ffn", "expert_latent")
+    specs = [
+        meshes.AxisRules().place(dims[i // 2], m.shape, mesh.shape) for i, m in enumerate(matrices)
+    ]
+
+    def residuals(x, weights, *matrices):
+        run = lambda *a: ops.routed_experts(a[0], ids, a[1], real, *a[2:], ops.swiglu)  # noqa: E731
+        return jax.vjp(run, x, weights, *matrices)[1]
+
+    with jax.set_mesh(mesh):
+        put = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))  # noqa: E731
+        token = P(("data", "fsdp", "expert"))
+        ids, real = put(ids, token), put(real, token)
+        arguments = [put(x, token), put(weights, token), *map(put, matrices, specs)]
+        kept = jax.tree.leaves(jax.eval_shape(residuals, *arguments))
+    experts = [a.shape for a in kept if a.shape[-2:] in ((12, 10), (10, 12), (6, 10), (10, 6))]
+    assert len(experts) == 3 and all(np.prod(shape) == 8 * 12 * 10 for shape in experts), experts
