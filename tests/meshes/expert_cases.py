@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import meshes
+from tests.tolerances import assert_close
 
 TOKENS, ROUTES, WIDTH, HIDDEN = 7, 3, 5, 4  # tokens per rank
 
@@ -71,11 +72,12 @@ def product(rows, group_sizes, into, back):
     return jnp.where(exists[:, None], out, jnp.nan)
 
 
-def sharded(num_experts, batch=("expert",), **options):
-    """The same through dispatch, with_fetched and collect; also the dropped routes [R]."""
+def sharded(num_experts, batch=("expert",), early_counts=False, **options):
+    """The same through dispatch, with_fetched and collect; also dropped routes and group sizes."""
 
     def local(x, weights, into, back, ids):
-        d = meshes.dispatch(x, ids, num_experts=num_experts, **options)
+        counts = meshes.exchange_counts(ids, num_experts) if early_counts else None
+        d = meshes.dispatch(x, ids, num_experts=num_experts, counts=counts, **options)
         into, back = meshes.with_fetched((into, back), d)
         y = meshes.collect(product(d.rows, d.group_sizes, into, back), weights, d)
         return y, d.dropped[None], d.group_sizes[None]
@@ -85,9 +87,9 @@ def sharded(num_experts, batch=("expert",), **options):
 
 
 @functools.cache
-def program(num_ranks, num_experts, **options):
-    """Compiled once: (args, ids, dy) -> results and gradients, under the mesh of that size."""
-    function = sharded(num_experts, **options)
+def program(num_ranks, num_experts, data=1, **options):
+    """Compiled once: (args, ids, dy) -> results and gradients; no mesh for `num_ranks` None."""
+    function = sharded(num_experts, batch=("data", "expert"), **options)
 
     def run(args, ids, dy):
         def loss(args):
@@ -97,10 +99,13 @@ def program(num_ranks, num_experts, **options):
         (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(args)
         return results, gradients
 
-    run = jax.jit(run)
+    # Small arrays, run a few times: compiled quickly rather than well.
+    run = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
     def call(args, ids, dy):
-        with jax.set_mesh(expert_mesh(num_ranks)):
+        if num_ranks is None:
+            return run(args, jnp.asarray(ids), dy)
+        with jax.set_mesh(expert_mesh(num_ranks, data=data)):
             return run(args, jnp.asarray(ids), dy)
 
     return call
@@ -111,3 +116,35 @@ def dense_value_and_gradients(args, ids, dy):
     """The dense product and its gradients."""
     y, transpose = jax.vjp(lambda *args: dense(*args, ids), *args)
     return y, transpose(dy)
+
+
+NAMES = ("x", "weights", "into", "back")
+
+
+def check_against_dense(num_ranks, num_experts, ids, kept_ids=None, dtype="float32", **options):
+    """Values and gradients of `program` are those of the dense product.
+
+    Args:
+        num_ranks: size of the expert axis; None: no mesh.
+        num_experts: E.
+        ids: experts of all tokens.
+        kept_ids: the same with E for each route that must be dropped.
+        dtype: of tokens and matrices.
+        options: of `program`.
+
+    Returns:
+        the group sizes of all ranks.
+    """
+    kept_ids = ids if kept_ids is None else kept_ids
+    (x, weights, into, back), dy = arrays(ids, num_experts)
+    args = (x.astype(dtype), weights, into.astype(dtype), back.astype(dtype))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), args)
+    y, gradients = dense_value_and_gradients(wide, kept_ids, dy)
+    run = program(num_ranks, num_experts, **options)
+    (actual, dropped, sizes), actual_gradients = run(args, ids, dy)
+    assert_close(actual, y, dtype, name="y")
+    for name, a, e in zip(NAMES, actual_gradients, gradients):
+        assert_close(a, e, dtype, gradient=True, name=name)
+    assert np.asarray(dropped).sum() == (kept_ids != ids).sum()
+    assert np.asarray(sizes).sum() == (kept_ids < num_experts).sum()
+    return np.asarray(sizes)

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import meshes
 from meshes.balance import balanced_plan, lay_out, plain_plan
 from meshes.exchange import transport
 from meshes.exchange.layout import make_layout
 from meshes.exchange.ragged import ragged_vectors
-from tests.meshes.expert_cases import KINDS, routing
-from tests.meshes.test_exchange import check
+from tests.meshes.expert_cases import KINDS, check_against_dense, routing
 
 
 def numpy_ragged_all_to_all(operands, outputs, vectors):
@@ -125,26 +123,11 @@ def ragged_on_cpu(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_emulated_ragged_equals_dense(ragged_on_cpu, kind):
-    check(4, 8, routing(kind, 4, 8), transport="ragged")
+    check_against_dense(4, 8, routing(kind, 4, 8), transport="ragged")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_emulated_ragged_equals_dense_on_eight_ranks(ragged_on_cpu, kind, monkeypatch):
     monkeypatch.setattr(meshes.exchange.experts, "SLICE_BYTES", 100)  # gradients in slices
-    check(8, 24, routing(kind, 8, 24), transport="ragged")
-
-
-def test_ragged_on_cpu_is_refused_before_anything_runs():
-    run = meshes.per_device(
-        lambda x, ids: meshes.dispatch(x, ids, num_experts=4, transport="ragged").rows,
-        (P("expert"), P("expert")),
-        P("expert"),
-    )
-    from tests.meshes.expert_cases import expert_mesh
-
-    with (
-        jax.set_mesh(expert_mesh(2)),
-        pytest.raises(ValueError, match=r"does not exist on CPU.*transport='padded'"),
-    ):
-        jax.eval_shape(run, jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32))
+    check_against_dense(8, 24, routing(kind, 8, 24), transport="ragged")
