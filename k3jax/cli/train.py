@@ -6,10 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-import tyro
-
 from k3jax.errors import UserError
-from k3jax.train.config import PRESETS, TrainConfig, preset
 from k3jax.train.supervisor import follow_parent, is_worker, supervise
 
 
@@ -18,6 +15,11 @@ def main(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     if is_distributed(arguments):
         return supervise(["train", *arguments])
+    # A parent that only watches loads neither these nor jax.
+    import tyro
+
+    from k3jax.train.config import PRESETS, TrainConfig, preset
+
     model = "tiny"
     if arguments and not arguments[0].startswith("-"):
         model = arguments.pop(0)

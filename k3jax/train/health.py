@@ -1,5 +1,6 @@
 """Checks of the machines under a run: copies that drifted apart, processes that are slow."""
 
+import concurrent.futures
 import statistics
 import time
 
@@ -78,7 +79,10 @@ class HostReport:
             "step_seconds", "data_seconds" and "probe_seconds" by process, and "slow": a sentence
             for each that stands out.
         """
-        own = [statistics.fmean(self._steps or [0]), statistics.fmean(self._data or [0]), _probe()]
+        # A thread of its own: the mesh in force here belongs to this one.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            probe = thread.submit(_probe).result()
+        own = [statistics.fmean(self._steps or [0]), statistics.fmean(self._data or [0]), probe]
         self._steps, self._data = [], []
         found = distributed.gather_to_lead(f"hosts/{step}", own)
         if found is None:
@@ -121,9 +125,9 @@ def _product(x):
 
 def _probe() -> float:
     """Seconds of a small product on the slowest device of this process."""
-    slowest = 0.0
+    slowest, zeros = 0.0, np.zeros((PROBE_DIM, PROBE_DIM), jnp.bfloat16)
     for device in jax.local_devices():
-        x = jax.device_put(jnp.zeros((PROBE_DIM, PROBE_DIM), jnp.bfloat16), device)
+        x = jax.device_put(zeros, device)
         times = []
         for _ in range(3):
             start = time.perf_counter()

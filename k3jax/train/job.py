@@ -175,6 +175,7 @@ def _see_through(
         model = trainer.model()
         if distributed.is_lead_process():
             write_up(trainer, model, measured)
+        distributed.wait_for_all("written", seconds=processes.LONG_SECONDS)
     except (Interrupted, Diverged, ReplicasDiffer, UserError):
         trainer.close()
         raise

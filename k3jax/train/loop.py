@@ -85,16 +85,20 @@ class Trainer:
             self.held_out_pictures = HeldOutPictures(
                 data.held_out_pictures, config.mesh.num_row_parts
             )
-        self.parts = ModelParts(model_config)
+        self.parts = ModelParts(model_config, precision=config.precision)
         step, self.optimizer = make_train_step(self.parts, config)
-        self._step = jax.jit(step, donate_argnums=0)
-        self._evaluate = jax.jit(make_evaluation_step(self.parts))
-        self._read = jax.jit(make_reading_step(self.parts))
+        complete = self.placement.everywhere  # results for the host are whole in every process
+        self._evaluate = jax.jit(make_evaluation_step(self.parts), out_shardings=complete)
+        self._read = jax.jit(make_reading_step(self.parts), out_shardings=complete)
         try:
             with self.placement.scope():
                 self.abstract = self.parts.placed_state(self.optimizer)
         except ValueError as error:  # a dimension that does not divide
             raise UserError(str(error)) from error
+        places = None
+        if complete is not None:
+            places = (jax.tree.map(lambda leaf: leaf.sharding, self.abstract), complete)
+        self._step = jax.jit(step, donate_argnums=0, out_shardings=places)
         self.speed = Speed(
             model_config,
             batch=config.batch,

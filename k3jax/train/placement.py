@@ -39,6 +39,11 @@ class Placement:
         """Devices that compute."""
         return 1 if self.mesh is None else self.mesh.size
 
+    @property
+    def everywhere(self) -> jax.NamedSharding | None:
+        """Complete on every device; None without a mesh."""
+        return None if self.mesh is None else jax.NamedSharding(self.mesh, jax.P())
+
     def own_rows(self, shape: tuple[int, int]) -> np.ndarray:
         """Which rows of a batch [B, T] the devices of this process hold, ascending."""
         if self.mesh is None:
@@ -69,10 +74,10 @@ class Placement:
             sharding = self._sharding(("batch", "tokens"), shape)
             return jax.make_array_from_callback(shape, sharding, part)
 
-        whole = jax.NamedSharding(self.mesh, jax.P())
-
         def put_whole(array):
-            return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
+            return jax.make_array_from_callback(
+                array.shape, self.everywhere, lambda index: array[index]
+            )
 
         return {
             name: jax.tree.map(put_whole if name == "media" else put_rows, value)
@@ -85,7 +90,7 @@ class Placement:
             return arrays
 
         def place(name, leaf):
-            shape, sharding = leaf.shape, jax.NamedSharding(self.mesh, jax.P())
+            shape, sharding = leaf.shape, self.everywhere
             if name != "media":
                 shape = (batch, *leaf.shape[1:])
                 sharding = self._sharding(("batch", "tokens"), shape)
@@ -103,8 +108,7 @@ class Placement:
         """
         if self.mesh is None:
             return arrays
-        everywhere = jax.NamedSharding(self.mesh, jax.P())
-        gather = jax.jit(lambda x: x, out_shardings=everywhere)
+        gather = jax.jit(lambda x: x, out_shardings=self.everywhere)
         device = jax.local_devices()[0]
         result = {}
         for name, array in arrays.items():  # one at a time: copies on all devices are short-lived

@@ -33,7 +33,8 @@ _PEER_GONE = re.compile(
     r"coordination service|CoordinationService|distributed service|[Gg]loo|heartbeat|"
     r"Connection (closed|reset) by peer|leader might be|unhealthy|peer process",
 )
-_TASK = re.compile(r"(?:/task:|task[s]?\s*[:=]?\s*|process\s+)(\d+)")
+# "... tasks are unhealthy (stopped sending heartbeats):" and their numbers below, or "/task:3".
+_TASKS = re.compile(r"stopped sending heartbeats\):\s*((?:[\w/:]*\d+\s+)+)|/task:(\d+)")
 
 
 class Report:
@@ -95,6 +96,15 @@ def supervise(arguments: Sequence[str]) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="k3jax-") as folder:
         return _Parent(arguments, Path(folder) / "report.json").run()
+
+
+def tasks_named(text: str) -> set[int]:
+    """Numbers of the processes that jax's coordination service calls dead."""
+    found = set()
+    for listed, single in _TASKS.findall(text):
+        found |= {int(re.search(r"\d+$", word).group()) for word in listed.split()}
+        found |= {int(single)} if single else set()
+    return found
 
 
 class _Parent:
@@ -202,7 +212,7 @@ class _Parent:
                 break
             time.sleep(0.1)
         tail = self._tail.decode(errors="replace")
-        named = sorted({int(n) for n in _TASK.findall(tail)} - {number})
+        named = sorted(tasks_named(tail) - {number})
         who = f"process {', '.join(map(str, named))}" if named else "another process"
         return (
             f"{who} died or lost its connection (its host left no notice); this is process "
