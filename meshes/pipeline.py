@@ -197,8 +197,10 @@ def _backward(program, residuals, cotangents):
 
     def after(row, d_floats, d_inputs, d_heads, d_banks, d_own, d_prefix, d_bank):
         own = row["micro_batch"]
-        d_own = jax.tree.map(lambda d: jnp.where(row["works"], d, 0).astype(jnp.float32), d_own)
-        d_floats = jax.tree.map(lambda a, d: _add(a, row["repeat"], d), d_floats, d_own)
+        d_own = jax.tree.map(lambda d: jnp.where(row["works"], d, 0), d_own)
+        d_floats = jax.tree.map(
+            lambda a, d: _add(a, row["repeat"], d.astype(a.dtype)), d_floats, d_own
+        )
         d_inputs = _put(d_inputs, own, d_prefix, row["enters"])
         d_heads = _put(d_heads, own, d_bank[:first], row["enters"])
         travels = row["holds"] & ~row["enters"]
@@ -228,7 +230,10 @@ def _backward(program, residuals, cotangents):
         )
         return (*carry, _shift(d_prefix, -1), _shift(d_message, -1)), None
 
-    d_floats = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), floats)
+    # Micro-batches add up in float32 at least.
+    d_floats = jax.tree.map(
+        lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), floats
+    )
     members = min(schedule.stages, schedule.micro_batches)
     d_banks = jnp.zeros_like(cache[:, :members])
     d_new = jnp.zeros_like(d_ends[:, 0])

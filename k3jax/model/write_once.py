@@ -33,8 +33,7 @@ def scan_write_once(
         constants: integer arrays that every step shares.
 
     Returns:
-        prefix and bank after the last step, and the stacked y, whose gradient is taken as zero
-        (they are counts).
+        prefix and bank after the last step, and the stacked y.
     """
     leaves, treedef = jax.tree.flatten(xs)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
@@ -66,23 +65,27 @@ def _scan_forward(step, prefix, bank, floats, integers, constants):
 
 def _scan_backward(step, residuals, cotangents):
     prefixes, bank, floats, integers, constants = residuals
-    dprefix, dbank, _ = cotangents
+    dprefix, dbank, dys = cotangents
 
     def backward(carry, x):
-        prefix, floats, integers = x
-        _, pullback = jax.vjp(
-            lambda prefix, bank, floats: step(prefix, bank, floats, integers, constants)[:2],
-            prefix,
-            bank,
-            floats,
-        )
-        dprefix, dbank, dfloats = pullback(carry)
+        prefix, floats, integers, dy = x
+
+        def recompute(prefix, bank, floats):
+            prefix, bank, y = step(prefix, bank, floats, integers, constants)
+            return prefix, bank, _floats_of(y)
+
+        _, pullback = jax.vjp(recompute, prefix, bank, floats)
+        dprefix, dbank, dfloats = pullback((*carry, dy))
         return (dprefix, dbank), dfloats
 
-    (dprefix, dbank), dfloats = jax.lax.scan(
-        backward, (dprefix, dbank), (prefixes, floats, integers), reverse=True
-    )
+    xs = (prefixes, floats, integers, _floats_of(dys))
+    (dprefix, dbank), dfloats = jax.lax.scan(backward, (dprefix, dbank), xs, reverse=True)
     return dprefix, dbank, dfloats, None, None
+
+
+def _floats_of(tree: Any) -> list[jax.Array]:
+    """The leaves that have gradients: what is counted in integers has none."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
