@@ -8,7 +8,9 @@ import meshes
 import pallas_kernels
 from k3jax.ops.dense import whole_over_tensor
 from k3jax.ops.layout import chunks_of, cutting, from_balanced, num_ranks, to_balanced
+from k3jax.ops.mla_keys import expand
 from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
+from k3jax.ops.ring_attention import ring_attention
 from k3jax.precision import matmul_precision
 
 
@@ -37,7 +39,8 @@ def latent_attention(
     batch, tokens, heads, _ = meshes.spec_of(q)
     cut = cutting(tokens)
     is_balanced = parallel.context_layout == "balanced" and bool(cut)
-    is_ring = parallel.attention == "ring" and bool(cut)
+    # Latents of a cache are whole on every device: nothing has to go round.
+    is_ring = parallel.attention == "ring" and bool(cut and cutting(meshes.spec_of(latent)[1]))
     if is_ring:
         latent, k_rope = whole_over_tensor(latent), whole_over_tensor(k_rope)
     keys = meshes.spec_of(latent)[1]
@@ -47,6 +50,14 @@ def latent_attention(
         if is_balanced and segment_ids is not None:
             segment_ids = to_balanced(segment_ids, cut)
         joint = jnp.concatenate([latent, k_rope], axis=-1)
+        if is_ring:
+            if is_balanced:
+                joint = to_balanced(joint, cut)
+            output = ring_attention(
+                q, joint, kv_b, segment_ids,
+                nope_dim=nope_dim, layout=parallel.context_layout, axes=cut,
+            )  # fmt: skip
+            return from_balanced(output, cut) if is_balanced else output
         if cutting(keys):
             joint = jax.lax.all_gather(joint, cutting(keys), axis=1, tiled=True)
         k, v = expand(joint, kv_b, nope_dim)
@@ -83,15 +94,6 @@ def latent_attention(
         known = q_offset
         return meshes.per_device(lambda *a: run(*a, known), specs, row)(*operands)
     return meshes.per_device(run, [*specs, P()], row)(*operands, q_offset)
-
-
-def expand(joint: jax.Array, kv_b: jax.Array, nope_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, S, H, n + r] and values [B, S, H, V] of latents and shared channels side by side."""
-    latent, k_rope = jnp.split(joint, [kv_b.shape[0]], axis=-1)
-    expanded = jnp.einsum("bsc,chn->bshn", latent, kv_b, precision=matmul_precision(joint.dtype))
-    shared = jnp.broadcast_to(k_rope[:, :, None, :], (*expanded.shape[:3], k_rope.shape[-1]))
-    k = jnp.concatenate([expanded[..., :nope_dim], shared], axis=-1)
-    return k, expanded[..., nope_dim:]
 
 
 def latent_attention_step(

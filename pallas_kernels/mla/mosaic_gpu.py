@@ -52,6 +52,60 @@ def mla_attention(
     q_offset: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.mla_attention`."""
+    num_queries = q.shape[1]
+    call, *operands = _arrange(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    output, row_max = _attention(call, *operands)
+    largest = jnp.max(row_max[:, :, :num_queries], axis=2) / LOG2_E
+    return output[:, :num_queries], largest
+
+
+def part(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+    num_queries = q.shape[1]
+    call, *operands = _arrange(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    (output, _), (*_, log_sum) = _attention_forward(call, *operands)
+    return output[:, :num_queries], log_sum[:, :, :num_queries] / LOG2_E
+
+
+def part_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+    output: jax.Array,
+    log_sum: jax.Array,
+    d_output: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+
+    def arrange(q, k, v):
+        call, *operands, ids, offset = _arrange(
+            q, k, v, options, segment_ids, kv_segment_ids, q_offset
+        )
+        return tuple(operands), (call, ids, offset)
+
+    operands, back, (call, ids, offset) = jax.vjp(arrange, q, k, v, has_aux=True)
+    extra = call.num_queries - log_sum.shape[2]
+    log_sum = jnp.pad(log_sum, ((0, 0), (0, 0), (0, extra)), constant_values=jnp.inf) * LOG2_E
+    if extra:
+        output, d_output = _fill(output), _fill(d_output)
+    kept = (*operands, ids, offset, output, log_sum)
+    return back(_attention_backward(call, kept, (d_output, None))[:3])
+
+
+def _arrange(q, k, v, options, segment_ids, kv_segment_ids, q_offset):
+    """The call, and q, k, v, ids and offset as the kernels read them."""
     (batch, num_queries, heads, key_width), num_keys = q.shape, k.shape[1]
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
     if segment_ids is None and (num_queries % _BLOCK or num_keys % _BLOCK):
@@ -82,9 +136,7 @@ def mla_attention(
         value_width=v.shape[-1],
         has_ids=ids is not None,
     )
-    output, row_max = _attention(call, q, k, v, ids, offset)
-    largest = jnp.max(row_max[:, :, :num_queries], axis=2) / LOG2_E
-    return output[:, :num_queries], largest
+    return call, q, k, v, ids, offset
 
 
 def _real(x: jax.Array, is_real: jax.Array) -> jax.Array:

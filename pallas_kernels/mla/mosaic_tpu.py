@@ -43,7 +43,65 @@ def mla_attention(
     q_offset: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `pallas_kernels.mla_attention`."""
-    (batch, num_queries, heads, key_width), value_width = q.shape, v.shape[-1]
+    (batch, num_queries, heads, _), value_width = q.shape, v.shape[-1]
+    plan, *operands = _arrange(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    output, row_max = _attention(plan, *operands)
+    output = output.reshape(batch, num_queries, heads, -1)[..., :value_width]
+    if row_max is not None:
+        row_max = jnp.max(row_max[:, :, 0], axis=2) / LOG2_E
+    return output, row_max
+
+
+def part(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+    plan, *operands = _arrange(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    output, log_sum, _ = forward(plan, *operands)
+    output = output.reshape(*q.shape[:3], -1)[..., : v.shape[-1]]
+    return output, log_sum[:, :, 0] / LOG2_E
+
+
+def part_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+    output: jax.Array,
+    log_sum: jax.Array,
+    d_output: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+
+    def arrange(q, k, v):
+        plan, *operands, ids, offset = _arrange(
+            q, k, v, options, segment_ids, kv_segment_ids, q_offset
+        )
+        return tuple(operands), (plan, ids, offset)
+
+    operands, back, (plan, ids, offset) = jax.vjp(arrange, q, k, v, has_aux=True)
+    extra = plan.value_width - v.shape[-1]
+    output, d_output = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))).reshape(*x.shape[:2], -1)
+        for x in (output, d_output)
+    )
+    kept = (*operands, ids, offset, output, log_sum[:, :, None] * LOG2_E)
+    return back(_attention_backward(plan, kept, (d_output, None))[:3])
+
+
+def _arrange(q, k, v, options, segment_ids, kv_segment_ids, q_offset):
+    """The call, and q, k, v, ids and offset as the kernels read them."""
+    batch, num_queries, heads, key_width = q.shape
+    value_width = v.shape[-1]
     group = heads_per_group(heads, key_width, value_width)
     if not group:
 
@@ -67,15 +125,9 @@ def mla_attention(
     q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     if segment_ids is None:
         q, k, v, offset = align_varying(q, k, v, offset)
-        ids = None
-    else:
-        q, k, v, offset, *ids = align_varying(q, k, v, offset, segment_ids, kv_segment_ids)
-        ids = tuple(ids)
-    output, row_max = _attention(plan, q, k, v, ids, offset)
-    output = output.reshape(batch, num_queries, heads, -1)[..., :value_width]
-    if row_max is not None:
-        row_max = jnp.max(row_max[:, :, 0], axis=2) / LOG2_E
-    return output, row_max
+        return plan, q, k, v, None, offset
+    q, k, v, offset, *ids = align_varying(q, k, v, offset, segment_ids, kv_segment_ids)
+    return plan, q, k, v, tuple(ids), offset
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -45,6 +45,65 @@ def mla_attention(
     return output, jax.lax.stop_gradient(jnp.max(largest, axis=0))
 
 
+def _sees(q, k, options, segment_ids, kv_segment_ids, q_offset) -> jax.Array:
+    """Which keys each query sees [B, T, S]."""
+    q_limits = query_limits(q_offset, *q.shape[:2], k.shape[1], options.causal)
+    sees = jnp.arange(k.shape[1]) <= q_limits[:, :, None]
+    if segment_ids is not None:
+        ids = segment_ids[:, :, None]
+        sees &= (ids == kv_segment_ids[:, None, :]) & (ids != 0)
+    return sees
+
+
+def part(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+    sees = _sees(q, k, options, segment_ids, kv_segment_ids, q_offset)[:, None]
+    precise = jnp.promote_types(q.dtype, jnp.float32)
+    scores = options.scale * jnp.einsum("bthk,bshk->bhts", q.astype(precise), k.astype(precise))
+    log_sum = jax.nn.logsumexp(jnp.where(sees, scores, -jnp.inf), axis=-1)
+    log_sum = jnp.where(sees.any(-1), log_sum, jnp.inf)
+    weights = jnp.where(sees, jnp.exp(scores - log_sum[..., None]), 0)
+    output = jnp.einsum("bhts,bshv->bthv", weights, v.astype(precise))
+    return output.astype(options.output_dtype), log_sum
+
+
+def part_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+    output: jax.Array,
+    log_sum: jax.Array,
+    d_output: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+    sees = _sees(q, k, options, segment_ids, kv_segment_ids, q_offset)[:, None]
+    dtypes = q.dtype, k.dtype, v.dtype
+    precise = jnp.promote_types(q.dtype, jnp.float32)
+    q, k, v, output, d_output = (x.astype(precise) for x in (q, k, v, output, d_output))
+    scores = options.scale * jnp.einsum("bthk,bshk->bhts", q, k)
+    weights = jnp.where(sees, jnp.exp(scores - log_sum[..., None]), 0)
+    share = jnp.swapaxes(jnp.sum(output * d_output, axis=-1), 1, 2)[..., None]
+    d_scores = weights * (jnp.einsum("bthv,bshv->bhts", d_output, v) - share) * options.scale
+    gradients = (
+        jnp.einsum("bhts,bshk->bthk", d_scores, k),
+        jnp.einsum("bhts,bthk->bshk", d_scores, q),
+        jnp.einsum("bhts,bthv->bshv", weights, d_output),
+    )
+    return tuple(x.astype(dtype) for x, dtype in zip(gradients, dtypes))
+
+
 def mla_decode(
     q_latent: jax.Array,
     pages: jax.Array,

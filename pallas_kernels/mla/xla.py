@@ -52,13 +52,49 @@ def mla_attention(
     if q.shape[0] == 0:  # no rows to make tiles of
         output = jnp.zeros((*q.shape[:3], v.shape[-1]), options.output_dtype)
         return output, jnp.zeros((0, q.shape[2]), jnp.float32)
+    operands = _operands(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    return _attention(options, *operands)
+
+
+def _operands(q, k, v, options, segment_ids, kv_segment_ids, q_offset):
     q_limits = query_limits(q_offset, *q.shape[:2], k.shape[1], options.causal)
     if segment_ids is None:
         q, k, v, q_limits = align_varying(q, k, v, q_limits)
-        ids = None
-    else:
-        q, k, v, q_limits, *ids = align_varying(q, k, v, q_limits, segment_ids, kv_segment_ids)
-    return _attention(options, q, k, v, ids, q_limits)
+        return q, k, v, None, q_limits
+    q, k, v, q_limits, *ids = align_varying(q, k, v, q_limits, segment_ids, kv_segment_ids)
+    return q, k, v, ids, q_limits
+
+
+def part(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+    operands = _operands(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    (output, _), (*_, log_sum) = _attention_forward(options, *operands)
+    return output, log_sum
+
+
+def part_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: AttentionOptions,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+    output: jax.Array,
+    log_sum: jax.Array,
+    d_output: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.mla.parts`."""
+    operands = _operands(q, k, v, options, segment_ids, kv_segment_ids, q_offset)
+    return _attention_backward(options, (*operands, output, log_sum), (d_output, None))[:3]
 
 
 @dataclasses.dataclass(frozen=True)

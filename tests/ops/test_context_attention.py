@@ -28,6 +28,8 @@ MESHES = {
 FORMS = {
     "gather": ops.Parallel(),
     "gather_balanced": ops.Parallel(context_layout="balanced"),
+    "ring": ops.Parallel(attention="ring"),
+    "ring_balanced": ops.Parallel(attention="ring", context_layout="balanced"),
 }
 
 
