@@ -2,6 +2,7 @@
 
 from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 from meshes.build import MeshShape, abstract_mesh, build_mesh
+from meshes.compile_options import compile_options
 from meshes.exchange import (
     Dispatched,
     choose_transport,
@@ -61,6 +62,7 @@ __all__ = [
     "build_mesh",
     "choose_transport",
     "collect",
+    "compile_options",
     "described_devices",
     "dispatch",
     "exchange_counts",

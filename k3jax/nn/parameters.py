@@ -36,6 +36,13 @@ def weight(
     return nnx.Param(init(z), dims=dims, keep_float32=keep_float32, init=init)
 
 
+def is_matrix(variable: nnx.Variable) -> bool:
+    """Whether it maps between two dimensions of the model: no vector, table of words or tap."""
+    metadata = variable.get_metadata()
+    named = [name for name in metadata.get("dims") or () if name is not None]
+    return len(named) > 1 and "vocab" not in named and not metadata.get("keep_float32")
+
+
 def named_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
     """Dotted name -> variable, in a fixed order. The one function that names parameters.
 

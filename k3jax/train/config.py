@@ -10,6 +10,7 @@ from k3jax.config.hf import read_json
 from k3jax.errors import UserError
 from k3jax.ops.parallel import Parallel
 from k3jax.train.machines import ChecksConfig, ClusterConfig, MeshConfig
+from k3jax.train.precision import PrecisionConfig
 
 # What `k3jax resume` may change: nothing that alters what has been computed so far.
 DEFAULT_PICTURES = 0.25
@@ -24,8 +25,11 @@ RESUMABLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a cosine schedule after a linear warm-up."""
+    """A cosine schedule after a linear warm-up, and what is done with the gradient."""
 
+    rule: typing.Literal["adamw", "momentum"] = "adamw"
+    """AdamW, or one moment per matrix and a step along it, which is what Muon keeps and moves
+    without its orthogonalisation; vectors and tables stay with AdamW."""
     peak_lr: float = 3e-3
     """Learning rate at the end of the warm-up."""
     final_lr_fraction: float = 0.05
@@ -180,6 +184,7 @@ class TrainConfig:
     checkpoints that fall among them follow after."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     balancing: BalancingConfig = dataclasses.field(default_factory=BalancingConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)

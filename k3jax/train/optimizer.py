@@ -1,7 +1,10 @@
-"""AdamW for a dictionary of named parameters, and the table of what decays."""
+"""The optimizer of a dictionary of named parameters, and the table of what decays."""
 
 import re
+from collections.abc import Collection
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from k3jax.train.config import OptimizerConfig
@@ -65,8 +68,37 @@ def adamw(config: OptimizerConfig, names) -> optax.GradientTransformation:
     The learning rate stays outside so that it follows the step, while Adam's own count follows
     the updates that were really made.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(names)),
-    )
+    return _chain(config, names, _adam(config))
+
+
+def make_optimizer(
+    config: OptimizerConfig, names: Collection[str], matrices: Collection[str]
+) -> optax.GradientTransformation:
+    """`adamw`, or by `config.rule` one moment for each of `matrices` (see `OptimizerConfig`)."""
+    if config.rule == "adamw":
+        return adamw(config, names)
+    rules = {"matrix": optax.trace(config.beta2, nesterov=True), "other": _adam(config)}
+    kinds = {name: "matrix" if name in matrices else "other" for name in names}
+    return _chain(config, names, optax.multi_transform(rules, kinds))
+
+
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
+
+
+def _chain(config, names, rule) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask(names))
+    return optax.chain(_clip(config.clip_norm), rule, decay)
+
+
+def _clip(norm: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` by one factor for all: no division by element, whose result a
+    compiler would keep instead of making it again.
+    """
+
+    def update(updates, state, params=None):
+        del params
+        factor = norm / jnp.maximum(optax.tree.norm(updates), norm)
+        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -9,7 +9,7 @@ import jax
 from k3jax.checkpoint.run import read_latest
 from k3jax.errors import UserError
 from k3jax.train.converted import STEP, ConvertedWeights
-from k3jax.train.optimizer import adamw
+from k3jax.train.optimizer import make_optimizer
 from k3jax.train.run_directory import RunDirectory
 from k3jax.train.state import ModelParts, from_tree, to_tree, with_sharding
 
@@ -28,8 +28,10 @@ def load_run(path: str | Path, report: Callable[[str], None] = warnings.warn):
     described = run.read_config(training=False)
     if "converted" in described:
         return ConvertedWeights(run.checkpoints / STEP, described).model()
-    parts = ModelParts(run.model_config())
-    abstract = parts.abstract_state(adamw(run.train_config().optimizer, parts.param_names))
+    config = run.train_config()
+    parts = ModelParts(run.model_config(), precision=config.precision)
+    optimizer = make_optimizer(config.optimizer, parts.param_names, parts.matrix_names)
+    abstract = parts.abstract_state(optimizer)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
         found = read_latest(run.checkpoints, with_sharding(to_tree(abstract), sharding), report)

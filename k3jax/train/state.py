@@ -1,6 +1,7 @@
 """The training state, and the model as a dictionary of named arrays."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ from flax import nnx, traverse_util
 
 import meshes
 from k3jax.config import K3Config
-from k3jax.nn.parameters import RouterBias, named_variables
+from k3jax.nn.parameters import RouterBias, is_matrix, named_variables
+from k3jax.train.precision import DEFAULT_PRECISION, PrecisionConfig
+
+NAMED = ("params", "master", "rest")  # fields that are dictionaries by name
 
 
 @jax.tree_util.register_dataclass
@@ -17,6 +21,7 @@ class TrainState:
     """All that a step reads and writes; what a checkpoint holds."""
 
     params: dict[str, jax.Array]  # trained arrays by name
+    master: dict[str, jax.Array]  # float32 copies of those in bfloat16, where kept
     rest: dict[str, jax.Array]  # the other variables by name: router biases, packed experts
     optimizer: object  # optax state
     step: jax.Array  # [] int32: steps done
@@ -32,13 +37,21 @@ class ModelParts:
         cfg: the model; its structure is read from an abstract instance.
         packed_experts: routed experts are MXFP4 constants (`k3jax.model.pack_experts`), to be
             found in `rest`.
+        precision: types of the arrays.
     """
 
-    def __init__(self, cfg: K3Config, *, packed_experts: bool = False):
+    def __init__(
+        self,
+        cfg: K3Config,
+        *,
+        packed_experts: bool = False,
+        precision: PrecisionConfig = DEFAULT_PRECISION,
+    ):
         from k3jax.model import init, pack_experts
 
-        self.cfg = cfg
-        self._init = (lambda *args: pack_experts(init(*args))) if packed_experts else init
+        self.cfg, self.precision = cfg, precision
+        start = functools.partial(init, dtype=precision.parameters)
+        self._init = (lambda *args: pack_experts(start(*args))) if packed_experts else start
         # The key inside: a mesh of described devices computes nothing.
         template = jax.eval_shape(lambda: self._init(cfg, jax.random.key(0)))
         variables = named_variables(template)
@@ -50,6 +63,7 @@ class ModelParts:
             )
         self.names = tuple(variables)
         self.param_names = tuple(n for n, v in variables.items() if isinstance(v, nnx.Param))
+        self.matrix_names = frozenset(n for n in self.param_names if is_matrix(variables[n]))
         self.router_names = tuple(n for n, v in variables.items() if isinstance(v, RouterBias))
 
     def join(self, params: dict, rest: dict):
@@ -71,8 +85,9 @@ class ModelParts:
         params, rest = self.split(self._init(self.cfg, init_key))
         return TrainState(
             params=params,
+            master=jax.jit(self.precision.master_of)(params),
             rest=rest,
-            optimizer=jax.jit(optimizer.init)(params),
+            optimizer=jax.jit(lambda p: optimizer.init(self.precision.as_moments(p)))(params),
             # Separate buffers: the step donates each of them.
             step=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
@@ -109,10 +124,11 @@ def to_tree(state: TrainState) -> dict:
     tree = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
-        if field.name not in ("params", "rest", "optimizer")
+        if field.name not in (*NAMED, "optimizer")
     }
-    for name, flat in (("params", state.params), ("rest", state.rest), ("optimizer", optimizer)):
-        tree[name] = traverse_util.unflatten_dict(flat, sep=".")
+    for name, flat in [(name, getattr(state, name)) for name in NAMED] + [("optimizer", optimizer)]:
+        if flat or name != "master":  # without such copies the tree has no place for them
+            tree[name] = traverse_util.unflatten_dict(flat, sep=".")
     return tree
 
 
@@ -125,7 +141,7 @@ def from_tree(tree: dict, like: TrainState) -> TrainState:
     """Inverse of `to_tree`; `like` (abstract is enough) gives the optimizer's structure."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(like.optimizer)]
     optimizer = traverse_util.flatten_dict(tree["optimizer"], sep=".")
-    flat = {name: traverse_util.flatten_dict(tree[name], sep=".") for name in ("params", "rest")}
+    flat = {name: traverse_util.flatten_dict(tree.get(name, {}), sep=".") for name in NAMED}
     plain = {name: tree[name] for name in ("step", "skipped", "skipped_in_row", "key")}
     return TrainState(
         **plain,

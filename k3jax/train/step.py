@@ -11,7 +11,7 @@ from k3jax.model.loss import target_mask, token_losses
 from k3jax.model.pipeline import hold_identities
 from k3jax.nn.balancing import auxiliary_loss, balance_routers
 from k3jax.train.config import TrainConfig
-from k3jax.train.optimizer import adamw, learning_rate
+from k3jax.train.optimizer import learning_rate, make_optimizer
 from k3jax.train.state import ModelParts, TrainState
 
 
@@ -24,7 +24,7 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
     gradient is not finite changes nothing but the counters.
     """
     balancing = config.balancing
-    optimizer = adamw(config.optimizer, parts.param_names)
+    optimizer = make_optimizer(config.optimizer, parts.param_names, parts.matrix_names)
     schedule = learning_rate(config.optimizer, config.steps)
 
     def gradients(params, rest, batch):
@@ -46,7 +46,9 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
             return total + balancing.aux_weight * auxiliary, sums
 
         (_, sums), grads = jax.value_and_grad(total_loss, has_aux=True)(params)
-        return *sums, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if config.micro_batches > 1:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return *sums, grads
 
     def accumulate(params, rest, batch):
         if config.micro_batches == 1:
@@ -65,24 +67,31 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
         sums, count, statistics, grads = accumulate(state.params, state.rest, batch)
         total, auxiliary = sums
         targets = jnp.maximum(count, 1).astype(jnp.float32)
-        loss = total / targets
-        grads = {name: grad / targets for name, grad in grads.items()}
+        loss, scale, rate = total / targets, 1 / targets, schedule(state.step)
+
+        def change(grads, moments, weights):
+            """Gradients per target and changes of the weights, in float32, and new moments."""
+            grads = {name: grad.astype(jnp.float32) * scale for name, grad in grads.items()}
+            updates, moments = optimizer.update(grads, moments, weights)
+            return grads, {name: rate * update for name, update in updates.items()}, moments
+
         with jax.named_scope("optimizer"):
-            squares = jnp.stack([jnp.sum(jnp.square(grads[name])) for name in parts.param_names])
+            weights = state.params | state.master
+            inputs = grads, state.optimizer, weights
+            scaled, changes, _ = change(*inputs)
+            squares = jnp.stack([jnp.sum(jnp.square(scaled[name])) for name in parts.param_names])
             norm = jnp.sqrt(jnp.sum(squares))
-            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            rate = schedule(state.step)
-            updates, moments = optimizer.update(grads, state.optimizer, state.params)
             # A finite gradient can still give an update that is not (0 / 0 in the moments).
-            moved = jnp.stack(
-                [jnp.sum(jnp.square(rate * updates[name])) for name in parts.param_names]
-            )
-            finite &= jnp.isfinite(moved).all()
-            params = {
-                name: (value - rate * updates[name]).astype(value.dtype)
-                for name, value in state.params.items()
-            }
-            params = hold_identities(params, state.params, parts.cfg)
+            moved = jnp.stack([jnp.sum(jnp.square(changes[name])) for name in parts.param_names])
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(moved).all()
+            # The changes are made a second time once `finite` is known, from arrays that are in
+            # memory anyway: kept until then, they would need as much memory as the state.
+            finite, inputs = jax.lax.optimization_barrier((finite, inputs))
+            _, changes, moments = change(*inputs)
+            weights = inputs[2]
+            new = {name: value - changes[name] for name, value in weights.items()}
+            new = hold_identities(new, weights, parts.cfg)
+            master = {name: new[name] for name in state.master}
         rest = state.rest
         if statistics is not None:
             with jax.named_scope("balance_routers"):
@@ -95,11 +104,12 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
                 rest = parts.split(balanced)[1]
 
         def keep(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+            return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
 
         missed = 1 - finite.astype(jnp.int32)
         state = TrainState(
-            params=keep(params, state.params),
+            params=keep(new, state.params),
+            master=keep(master, state.master),
             rest=keep(rest, state.rest),
             optimizer=keep(moments, state.optimizer),
             step=state.step + 1,

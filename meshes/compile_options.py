@@ -1,0 +1,44 @@
+"""Options under which compilers run collectives beside compute: one table per jax version.
+
+Only what differs from a compiler's own choice is listed. An option that does not exist is an error
+of the compiler; the tests compile with each of them.
+"""
+
+import jax
+
+# First jax version with these options -> platform -> option -> value.
+TABLE: dict[tuple[int, int], dict[str, dict[str, str]]] = {
+    (0, 10): {
+        "tpu": {
+            "xla_tpu_enable_async_all_to_all": "true",
+            "xla_tpu_enable_async_ragged_all_to_all": "true",
+        },
+        "gpu": {},
+        "cpu": {},
+    },
+    (0, 12): {
+        "tpu": {"xla_tpu_enable_async_all_to_all": "true"},  # ragged ones are by default
+        "gpu": {},
+        "cpu": {},
+    },
+}
+
+
+def compile_options(platform: str) -> dict[str, str]:
+    """What to pass as `compiler_options=` to `jax.jit(...).lower(...).compile(...)`.
+
+    Args:
+        platform: of the devices compiled for: "tpu", "gpu" ("cuda" is the same) or "cpu".
+
+    Raises:
+        ValueError: no such platform in the table.
+    """
+    platform = {"cuda": "gpu"}.get(platform, platform)
+    version = jax.__version_info__[:2]
+    by_platform = TABLE[max(known for known in TABLE if known <= version)]
+    if platform not in by_platform:
+        raise ValueError(
+            f"compile_options: platform {platform!r} is unknown; use one of "
+            f"{', '.join(by_platform)}"
+        )
+    return dict(by_platform[platform])
