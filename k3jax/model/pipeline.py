@@ -158,6 +158,20 @@ def run_stages(
     return Stream(prefix, bank, stream.count), collected
 
 
+def check_repeats(module, segment: Segment) -> None:
+    """Refuse arrays with identities of a pipeline where none is.
+
+    Raises:
+        UserError: more units than the model has.
+    """
+    found = {leaf.shape[0] for leaf in jax.tree.leaves(module)}
+    if found != {segment.repeats}:
+        raise UserError(
+            f"repeated layers have {sorted(found)} units, the model {segment.repeats}: arrays in "
+            "the order of pipeline stages? k3jax.model.pipeline.in_depth_order undoes it"
+        )
+
+
 def check_stages(cfg: K3Config, context: CallContext, caches, scan: bool, rows: int) -> None:
     """Refuse what a pipeline does not do, where the mesh in force has stages.
 

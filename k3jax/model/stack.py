@@ -6,7 +6,7 @@ from flax import nnx
 
 from k3jax.config import K3Config
 from k3jax.model.layout import Segment, blocks_before, plan_segments, starts_block
-from k3jax.model.pipeline import check_stages, pipelined_segment, run_stages
+from k3jax.model.pipeline import check_repeats, check_stages, pipelined_segment, run_stages
 from k3jax.model.unit import REMAT, Remat, block_grid, checkpointed, unit_body
 from k3jax.model.write_once import scan_write_once
 from k3jax.nn.cache import CallContext
@@ -81,6 +81,7 @@ class LayerStack(nnx.Module):
             elif index == staged:
                 run = _run_in_stages
             else:
+                check_repeats(module, segment)
                 run = _run_scanned if scan else _run_unrolled
             stream, cache, found = run(self.cfg, segment, module, stream, cache, context, remat)
             # After a scan the number of blocks is known again, without reading it.
