@@ -131,6 +131,8 @@ class _Parent:
             if self._worker.poll() is None:
                 self._worker.kill()
         self._reader.join(timeout=2)
+        if not self._reader.is_alive():
+            self._worker.stderr.close()
         return self._verdict(killed)
 
     def _pass_on_errors(self) -> None:
