@@ -22,17 +22,29 @@ import jax.numpy as jnp
 from meshes.axes import EXPERT
 from meshes.exchange.experts import with_fetched_experts
 from meshes.exchange.layout import count_routes, exchange_counts, make_layout
+from meshes.exchange.report import (
+    ExchangeReport,
+    Traffic,
+    count_crossings,
+    count_traffic,
+    exchange_report,
+)
 from meshes.exchange.rows import Plan, collect_rows, dispatch_rows
 from meshes.exchange.transport import check_transport, choose_transport
 from meshes.shard import has_mesh
 
 __all__ = [
     "Dispatched",
+    "ExchangeReport",
+    "Traffic",
     "choose_transport",
     "collect",
+    "count_crossings",
     "count_routes",
+    "count_traffic",
     "dispatch",
     "exchange_counts",
+    "exchange_report",
     "with_fetched",
 ]
 

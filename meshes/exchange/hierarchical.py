@@ -174,10 +174,10 @@ def gather_sum(
 def _nodes(layout: Layout, node_size: int) -> _Nodes:
     num_ranks, num_rows = layout.num_ranks, layout.num_rows
     num_nodes = num_ranks // node_size
-    rank = layout.rank_of_sent.at[layout.sent_of_route].get(mode="fill", fill_value=num_ranks)
+    rank = layout.rank_of_route
     final = layout.position_of_sent.at[layout.sent_of_route].get(mode="fill", fill_value=0)
-    is_sent = rank < num_ranks
-    node = rank // node_size
+    is_sent = rank >= 0
+    node = jnp.where(is_sent, rank // node_size, -1)
     goes = (node[..., None] == jnp.arange(num_nodes)).any(1)  # [N, V]
     return _Nodes(
         node_size=node_size,

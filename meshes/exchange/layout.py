@@ -47,6 +47,11 @@ class Layout:
     num_fetched: jax.Array
 
     @property
+    def rank_of_route(self) -> jax.Array:
+        """Destination of each route [N, K]; -1 for one that is not sent."""
+        return self.rank_of_sent.at[self.sent_of_route].get(mode="fill", fill_value=-1)
+
+    @property
     def num_ranks(self) -> int:
         return self.begin.shape[0]
 
@@ -129,6 +134,23 @@ def make_layout(
         num_fetched=pieces.num_fetched,
     )
     return layout, (counts[rank] - kept[rank]).sum()
+
+
+def route_to_ranks(
+    ids: jax.Array, counts: jax.Array, kept: jax.Array, pieces: Pieces, rank: jax.Array
+) -> jax.Array:
+    """`Layout.rank_of_route` [N, K] alone.
+
+    Args:
+        ids: [N, K] of this rank.
+        counts: [E] of this rank.
+        kept: [R, E], the counts without what is dropped.
+        pieces: of the kept counts.
+        rank: this rank.
+    """
+    _, sent_of_route = _order_of_sent(ids, counts, kept[rank])
+    to_rank, _ = _destinations(kept, pieces, rank, ids.size)
+    return to_rank.at[sent_of_route].get(mode="fill", fill_value=-1)
 
 
 def _order_of_sent(ids, counts, kept):
