@@ -20,6 +20,7 @@ from meshes.axes import STAGE
 from meshes.pipeline_ends import batch_is_cut, enter, leave, leave_bank
 from meshes.schedule import Schedule
 from meshes.shard import per_device, reshard, spec_of
+from meshes.stage_access import add, add_entries, insert_entries, put, read_entries, take
 from meshes.stage_order import num_stages
 from meshes.stagewise import over_stages
 
@@ -130,21 +131,21 @@ def _forward(program, floats, inputs, heads, integers, constants):
 
     def step(row, floats, integers, constants, inputs, cache, ends, counts, prefix, message):
         own = row["micro_batch"]
-        prefix = jnp.where(row["enters"], _take(inputs, own), prefix)
-        bank = _take(cache, own)
-        bank = jnp.where(row["enters"], bank, _insert(bank, message, row["receive"]))
+        prefix = jnp.where(row["enters"], take(inputs, own), prefix)
+        bank = take(cache, own)
+        bank = jnp.where(row["enters"], bank, insert_entries(bank, message, row["receive"]))
         new, bank, found = program.unit(
-            _take(floats, row["repeat"]),
-            _take(integers, row["repeat"]),
-            _take(constants, own),
+            take(floats, row["repeat"]),
+            take(integers, row["repeat"]),
+            take(constants, own),
             row["works"],
             prefix,
             bank,
         )
-        cache = _put(cache, own, bank, row["holds"])
-        ends = _put(ends, own, new, row["leaves"])
-        counts = jax.tree.map(lambda c, n: _add(c, row["repeat"], n), counts, found)
-        return cache, ends, counts, new, _window(bank, row["send"], window), prefix
+        cache = put(cache, own, bank, row["holds"])
+        ends = put(ends, own, new, row["leaves"])
+        counts = jax.tree.map(lambda c, n: add(c, row["repeat"], n), counts, found)
+        return cache, ends, counts, new, read_entries(bank, row["send"], window), prefix
 
     def body(carry, row):
         cache, ends, counts, prefix, message = carry
@@ -180,34 +181,34 @@ def _backward(program, residuals, cotangents):
         own = row["micro_batch"]
         floats, integers, constants, cache = inputs
         d_ends, d_cache, d_counts = ends
-        d_new = jnp.where(row["leaves"], _take(d_ends, own), d_new)
+        d_new = jnp.where(row["leaves"], take(d_ends, own), d_new)
         d_new = jnp.where(row["holds"], d_new, 0)
         # The bank's gradient begins with what the end of the pipeline read from this cache.
-        d_bank = jnp.where(row["returns"], _take(d_cache, own), _take(d_banks, row["member"]))
+        d_bank = jnp.where(row["returns"], take(d_cache, own), take(d_banks, row["member"]))
         sent = row["holds"] & ~row["leaves"]
-        d_bank = _add_window(d_bank, jnp.where(sent, d_message, 0), row["send"])
+        d_bank = add_entries(d_bank, jnp.where(sent, d_message, 0), row["send"])
         inputs = (
-            _take(floats, row["repeat"]),
-            _take(integers, row["repeat"]),
-            _take(constants, own),
-            _take(cache, own),
+            take(floats, row["repeat"]),
+            take(integers, row["repeat"]),
+            take(constants, own),
+            take(cache, own),
         )
-        outputs = d_new, jnp.where(row["holds"], d_bank, 0), _take(d_counts, row["repeat"])
+        outputs = d_new, jnp.where(row["holds"], d_bank, 0), take(d_counts, row["repeat"])
         return outputs, inputs
 
     def after(row, d_floats, d_inputs, d_heads, d_banks, d_own, d_prefix, d_bank):
         own = row["micro_batch"]
         d_own = jax.tree.map(lambda d: jnp.where(row["works"], d, 0), d_own)
         d_floats = jax.tree.map(
-            lambda a, d: _add(a, row["repeat"], d.astype(a.dtype)), d_floats, d_own
+            lambda a, d: add(a, row["repeat"], d.astype(a.dtype)), d_floats, d_own
         )
-        d_inputs = _put(d_inputs, own, d_prefix, row["enters"])
-        d_heads = _put(d_heads, own, d_bank[:first], row["enters"])
+        d_inputs = put(d_inputs, own, d_prefix, row["enters"])
+        d_heads = put(d_heads, own, d_bank[:first], row["enters"])
         travels = row["holds"] & ~row["enters"]
-        d_message = jnp.where(travels, _window(d_bank, row["receive"], window), 0)
+        d_message = jnp.where(travels, read_entries(d_bank, row["receive"], window), 0)
         # Those entries were the sender's: it adds the gradient to its own.
-        d_bank = _insert(d_bank, jnp.zeros_like(d_message), row["receive"])
-        d_banks = _put(d_banks, row["member"], d_bank, row["holds"])
+        d_bank = insert_entries(d_bank, jnp.zeros_like(d_message), row["receive"])
+        d_banks = put(d_banks, row["member"], d_bank, row["holds"])
         return d_floats, d_inputs, d_heads, d_banks, jnp.where(travels, d_prefix, 0), d_message
 
     def body(carry, x):
@@ -285,59 +286,3 @@ def _shift(x: jax.Array, by: int) -> jax.Array:
         return x
     pairs = [(i, (i + by) % count) for i in range(count)]
     return per_device(lambda x: jax.lax.ppermute(x, STAGE, pairs), (spec,), spec)(x)
-
-
-# One stage's accesses, at indices that differ between stages. The dimension that is indexed is
-# whole on every device, so each is arithmetic on one device.
-
-
-def _take(tree: Any, index: jax.Array) -> Any:
-    """Arrays [n, ...] -> [...] at an index."""
-    specs = jax.tree.map(spec_of, tree)
-    rest = jax.tree.map(lambda s: P(*s[1:]), specs, is_leaf=lambda s: isinstance(s, P))
-
-    def run(tree, index):
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), tree)
-
-    return per_device(run, (specs, P()), rest)(tree, index)
-
-
-def _put(x: jax.Array, index: jax.Array, value: jax.Array, where: jax.Array) -> jax.Array:
-    """`x` [n, ...] with `value` at an index, if `where`."""
-    spec = spec_of(x)
-
-    def run(x, index, value, where):
-        value = jnp.where(where, value, jax.lax.dynamic_index_in_dim(x, index, 0, False))
-        return jax.lax.dynamic_update_index_in_dim(x, value, index, 0)
-
-    return per_device(run, (spec, P(), P(*spec[1:]), P()), spec)(x, index, value, where)
-
-
-def _add(x: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
-    """`x` [n, ...] with `value` added at an index."""
-    spec = spec_of(x)
-
-    def run(x, index, value):
-        value = value + jax.lax.dynamic_index_in_dim(x, index, 0, False)
-        return jax.lax.dynamic_update_index_in_dim(x, value, index, 0)
-
-    return per_device(run, (spec, P(), P(*spec[1:])), spec)(x, index, value)
-
-
-def _window(bank: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """Entries start .. start + size of a bank."""
-    spec = spec_of(bank)
-    run = lambda bank, start: jax.lax.dynamic_slice_in_dim(bank, start, size, 0)  # noqa: E731
-    return per_device(run, (spec, P()), spec)(bank, start)
-
-
-def _insert(bank: jax.Array, entries: jax.Array, start: jax.Array) -> jax.Array:
-    """A bank with `entries` from `start` on."""
-    spec = spec_of(bank)
-    run = lambda *a: jax.lax.dynamic_update_slice_in_dim(*a, 0)  # noqa: E731
-    return per_device(run, (spec, spec, P()), spec)(bank, entries, start)
-
-
-def _add_window(bank: jax.Array, entries: jax.Array, start: jax.Array) -> jax.Array:
-    """A bank with `entries` added from `start` on."""
-    return _insert(bank, _window(bank, start, entries.shape[0]) + entries, start)
