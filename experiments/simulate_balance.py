@@ -29,7 +29,7 @@ from rich.progress import track
 from experiments.simulate_balance_report import FORMS, draw_picture, print_report
 from k3jax.config import K3Config
 from k3jax.plan.flops import count_flops_per_token
-from meshes import CHIPS
+from meshes import CHIPS, count_traffic
 from meshes.balance import balanced_plan, keep_within, lay_out, plain_plan
 
 SAMPLED_TOKENS = 8192  # of which experts are drawn one by one
@@ -144,12 +144,10 @@ def measure(config, model: K3Config, counts, plan, pieces, sample, random) -> di
     num_ranks = len(counts)
     rows = pieces.sizes.sum(-1, dtype=np.int64)  # [source, destination]
     node = np.arange(num_ranks) // config.node_size
-    leaves = node[:, None] != node
-    slow_rows = rows[leaves].sum() / num_ranks
-    fast_rows = rows[~leaves].sum() / num_ranks - np.diag(rows).mean()
+    traffic = count_traffic(pieces.sizes, plan.source, pieces.num_fetched, config.node_size)
+    slow_rows, fast_rows = int(traffic.slow_rows) / num_ranks, int(traffic.fast_rows) / num_ranks
     if sample is not None:
         slow_rows *= share_of_crossings(sample, counts, pieces, node, random)
-    from_far = node[plan.source] != node
     width = moe.latent_dim or model.dim
     row = 2 * width * BYTES / 1e9  # there and back
     expert = 3 * width * moe.expert_hidden_dim * BYTES / 1e9 / num_ranks
@@ -160,8 +158,8 @@ def measure(config, model: K3Config, counts, plan, pieces, sample, random) -> di
         "redundant_sent_largest": int(np.bincount(plan.source, pieces.num_fetched).max()),
         "fast_row_gigabytes": float(fast_rows * row),
         "slow_row_gigabytes": float(slow_rows * row),
-        "fast_weight_gigabytes": float(pieces.num_fetched[~from_far].sum() * expert),
-        "slow_weight_gigabytes": float(pieces.num_fetched[from_far].sum() * expert),
+        "fast_weight_gigabytes": int(traffic.fast_experts) * expert,
+        "slow_weight_gigabytes": int(traffic.slow_experts) * expert,
     }
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import operator
 
 import jax
-import jax.numpy as jnp
 
 import meshes
 from meshes import EXPERT
@@ -61,18 +60,12 @@ def measure_exchange(
     rows = plan.sizes.sum(-1)  # [source, destination]
     home_rows = counts.sum(0).reshape(num_ranks, -1).sum(-1)
     rank_rows = rows.sum(0)
-    node = jnp.arange(num_ranks) // (node_size or num_ranks)
-    leaves = node[:, None] != node
-    stays = ~leaves & ~jnp.eye(num_ranks, dtype=jnp.bool_)
-    slow_rows, fast_rows = (jnp.where(pairs, rows, 0).sum() for pairs in (leaves, stays))
+    traffic = meshes.count_traffic(plan.sizes, plan.source, plan.num_fetched, node_size)
     if exchange.plan.transport == "hierarchical":
-        slow_rows = jax.lax.psum(_nodes_per_token(plan, node), EXPERT)
-    slow_experts = jnp.where(node[plan.source] != node, plan.num_fetched, 0).sum()
-    fast_experts = plan.num_fetched.sum() - slow_experts
-
-    def sent_bytes(rows, experts):
-        return 2.0 * row_bytes * rows.astype(jnp.float32) + float(expert_bytes) * experts
-
+        rank = jax.lax.axis_index(EXPERT)
+        crossings = meshes.count_crossings(plan.rank_of_route, rank, node_size)
+        traffic = dataclasses.replace(traffic, slow_rows=jax.lax.psum(crossings, EXPERT))
+    fast_bytes, slow_bytes = traffic.link_bytes(row_bytes, expert_bytes)
     return ExchangeLoad(
         home_rows=home_rows,
         rank_rows=rank_rows,
@@ -80,16 +73,6 @@ def measure_exchange(
         largest_rank_rows=rank_rows.max(),
         dropped_rows=counts.sum() - rows.sum(),
         fetched_experts=plan.num_fetched.sum(),
-        fast_bytes=sent_bytes(fast_rows, fast_experts),
-        slow_bytes=sent_bytes(slow_rows, slow_experts),
+        fast_bytes=fast_bytes,
+        slow_bytes=slow_bytes,
     )
-
-
-def _nodes_per_token(plan, node: jax.Array) -> jax.Array:
-    """Rows that this rank sends to other nodes when a token crosses once for each of them; []."""
-    own = node[jax.lax.axis_index(EXPERT)]
-    rank = plan.rank_of_sent.at[plan.sent_of_route].get(mode="fill", fill_value=len(node))
-    to_node = node.at[rank].get(mode="fill", fill_value=-1)  # [N, K]
-    to_node = jnp.sort(jnp.where(to_node < 0, own, to_node), axis=-1)
-    is_first = jnp.pad(to_node[:, 1:] != to_node[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return (is_first & (to_node != own)).sum(dtype=jnp.int32)
