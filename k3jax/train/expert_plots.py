@@ -30,7 +30,7 @@ def rank_load_curve(train: list[dict]):
     ):
         right.plot(steps, [sum(record[key]) for record in train], color=color, label=label)
     right.set(title="Per step, all layers", xlabel="step", ylim=(0, None))
-    right.legend(loc="upper right")
+    right.legend(loc="center right")
     return figure
 
 
