@@ -17,7 +17,7 @@ import meshes
 from k3jax.config import K3Config
 from k3jax.model.initialize import abstract_model
 from k3jax.model.layout import plan_segments
-from k3jax.nn.parameters import named_variables
+from k3jax.nn.parameters import is_matrix, named_variables
 from k3jax.plan.workload import BYTES, Precision
 
 # Dimensions along which a weight is stored in pieces may also be kept whole, which decoding wants.
@@ -76,7 +76,6 @@ def array_kinds(cfg: K3Config) -> tuple[ArrayKind, ...]:
         else:
             part = "head" if name.startswith("language.") else "vision"
         keep = bool(metadata.get("keep_float32"))
-        logical = [d for d in dims if d not in (None, "layers")]
         trained = isinstance(variable, nnx.Param)
         counted[
             ArrayKind(
@@ -84,7 +83,7 @@ def array_kinds(cfg: K3Config) -> tuple[ArrayKind, ...]:
                 dims=dims,
                 trained=trained,
                 keep_float32=keep or not trained,
-                is_matrix=len(logical) > 1 and "vocab" not in logical and not keep,
+                is_matrix=trained and is_matrix(variable),
                 part=part,
                 repeats=repeats,
             )
@@ -188,7 +187,7 @@ class ArgumentBytes:
     moments: int
     state: int  # balancing biases
     batch: int  # token and segment ids
-    gradients: int  # float32, no argument: they live while the step runs
+    gradients: int  # in float32; no argument: they live while the step runs
 
     @property
     def total(self) -> int:

@@ -79,6 +79,9 @@ def peak_memory(local: Local, capacity: int) -> Memory:
     work, cfg = local.work, local.cfg
     training = work.use == "training"
     arguments = local.facts.stored(work, local.candidate)
+    gradients = arguments.gradients
+    if local.candidate.micro_batches == 1:  # nothing is summed: they have the parameters' type
+        gradients = round(gradients * BYTES[work.precision.parameters] / 4)
     ids = 8 * local.candidate.micro_batches * local.outside_tokens
     width = work.activation_bytes
     if training:
@@ -99,7 +102,7 @@ def peak_memory(local: Local, capacity: int) -> Memory:
         master=arguments.master,
         moments=arguments.moments,
         other_arguments=arguments.state + ids,
-        gradients=arguments.gradients,
+        gradients=gradients,
         caches=caches,
         saved=round(saved),
         intermediates=round(intermediates + ALIVE["reserved"]),

@@ -8,6 +8,7 @@ import pytest
 
 from k3jax.cli.main import main
 from k3jax.cli.plan_tables import _gigabytes
+from tests.small_configs import pattern_config
 
 K3 = ("kimi_k3", "--chips", "v5p:4096", "--batch", "4096", "--length", "8192")
 FEW = ("--mesh.stage", "1", "--mesh.context", "1", "--mesh.data", "1")
@@ -142,6 +143,37 @@ def test_planning_touches_no_accelerator():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["considered"] > 1
+
+
+@pytest.mark.slow
+def test_compiled_arguments_are_those_predicted(tmp_path, capsys):
+    """Simulated devices are compiled for themselves; arguments match to the counters."""
+    cfg = pattern_config("KMKM", block=2, dense=0, moe_num_experts=8)
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_hf()))
+    arguments = ("--chips", "cpu:8", "--batch", "8", "--length", "64", "--compile", "1")
+    fixed = ("--mesh.fsdp", "2", "--mesh.expert", "4")
+    facts = plan_json(capsys, str(tmp_path), *arguments, *fixed)
+    (compiled,) = facts["compiled"]
+    assert compiled["status"] == "compiled", compiled
+    counters = 4 * 5 + 8  # step counts, skips, the key
+    difference = compiled["argument_bytes"] - compiled["predicted_argument_bytes"]
+    assert 0 <= difference <= 2 * counters
+    assert compiled["peak_bytes"] >= compiled["argument_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--chips", "h200:16", "--use", "decode"), "only training steps are compiled"),
+        (("--chips", "h100:16"), "no description of h100 for its compiler"),
+        (("--chips", "2*v5p:8"), "several slices cannot be described"),
+    ],
+)
+def test_what_cannot_be_compiled_is_not_run_with_a_reason(capsys, arguments, expected):
+    shape = ("--batch", "32", "--length", "128", "--mesh.stage", "1", "--compile", "1")
+    assert main(["plan", "small", *arguments, *shape]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "NOT RUN" in printed and expected in printed
 
 
 def test_gigabytes_keep_three_digits():
