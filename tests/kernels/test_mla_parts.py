@@ -69,7 +69,9 @@ def check(
         assert_close(got, expected, dtype, gradient=name != "output", name=name)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
+)
 def test_parts_are_joined_to_the_whole(implementation):
     """Some queries see nothing of one part, padding nothing of any."""
     check(implementation, queries=21, sizes=(17, 13), packed=True)

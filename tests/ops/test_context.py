@@ -7,14 +7,11 @@ import pytest
 
 import meshes
 from k3jax import ops
+from k3jax.ops.layout import from_balanced
 from tests.small_configs import quick_jit
 from tests.tolerances import assert_close
 
 B, H, K, V, TAPS = 2, 2, 4, 4, 4
-
-
-def context_mesh(size):
-    return meshes.build_mesh(meshes.MeshShape(context=size), jax.devices()[:size])
 
 
 def documents(*ids_and_lengths):
@@ -63,21 +60,23 @@ run = quick_jit(
 )
 
 
-def place(mesh, x, ids):
-    cut = {name: jax.P(None, "context") for name in ("q", "k", "v", "decay", "beta")}
+def place(mesh, x, ids, axes):
+    cut = {name: jax.P(None, axes) for name in ("q", "k", "v", "decay", "beta")}
     put = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))  # noqa: E731
     x = {name: put(a, cut.get(name, jax.P())) for name, a in x.items()}
-    return x, None if ids is None else put(ids, jax.P(None, "context"))
+    return x, None if ids is None else put(ids, jax.P(None, axes))
 
 
-def check(size, ids, *, length, lower_bound=-5.0, with_state=False, change=None):
+def check(sizes, ids, *, length, axes="context", lower_bound=-5.0, with_state=False, change=None):
     x = operands(length)
     if change is not None:
         x = change(x)
     (_, wanted), wanted_gradient = run(x, ids, lower_bound=lower_bound, with_state=with_state)
-    mesh = context_mesh(size)
+    sizes = sizes if isinstance(sizes, dict) else {"context": sizes}
+    shape = meshes.MeshShape(**sizes)
+    mesh = meshes.build_mesh(shape, jax.devices()[: shape.num_devices])
     with jax.set_mesh(mesh):
-        placed = place(mesh, x, ids)
+        placed = place(mesh, x, ids, axes)
         (_, found), gradient = run(*placed, lower_bound=lower_bound, with_state=with_state)
     for name in wanted:
         assert_close(found[name], wanted[name], name=name)
@@ -133,3 +132,25 @@ def test_extreme_decays_equal_one_device(lower_bound, shift):
 
     ids = np.stack(ROWS["borders"])
     check(4, ids, length=32, lower_bound=lower_bound, change=change)
+
+
+@pytest.mark.slow
+def test_tokens_cut_by_two_axes_equal_one_device():
+    check({"data": 2, "context": 2}, np.stack(ROWS["borders"]), length=32, axes=("data", "context"))
+
+
+@pytest.mark.parametrize("axes", [("context",), ("data", "context")])
+def test_balanced_order_is_undone(axes):
+    """Every number comes back, and rank i of R holds chunks i and 2 R - 1 - i in between."""
+    mesh = meshes.build_mesh(meshes.MeshShape(data=2, context=4))
+    x = jnp.arange(32).reshape(1, 32, 1)
+    ranks = 8 if len(axes) == 2 else 4
+    with jax.set_mesh(mesh):
+        spec = jax.P(None, axes)
+        placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        balanced = ops.balance_tokens(placed)
+        back = meshes.per_device(lambda x: from_balanced(x, axes), (spec,), spec)(balanced)
+    chunks = np.arange(32).reshape(2 * ranks, -1)
+    expected = [chunks[c] for r in range(ranks) for c in (r, 2 * ranks - 1 - r)]
+    np.testing.assert_array_equal(np.ravel(balanced), np.concatenate(expected))
+    np.testing.assert_array_equal(back, x)

@@ -45,7 +45,8 @@ def attend(x, ids, parallel):
 run = quick_jit(jax.value_and_grad(attend, has_aux=True), static_argnames="parallel")
 
 
-def check(sizes, parallel, ids, length=16):
+def check(sizes, parallel, ids):
+    length = IDS.shape[1]
     random = np.random.default_rng(0)
     shapes = {"q": (H, N + R), "latent": (C,), "k_rope": (R,)}
     x = {name: random.standard_normal((B, length, *shape)) for name, shape in shapes.items()}
@@ -73,15 +74,25 @@ def check(sizes, parallel, ids, length=16):
         assert_close(gradient[name], wanted_gradient[name], gradient=True, name=name)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "gather_balanced",
+        "ring_balanced",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("gather", "ring")),
+    ],
+)
 def test_documents_on_two_by_two_devices_equal_one(form):
     check(MESHES["2x2"], FORMS[form], IDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mesh", ["2", "4", "8"])
-@pytest.mark.parametrize("ids", [IDS, None], ids=["documents", "one"])
+@pytest.mark.parametrize(
+    ("mesh", "ids"),
+    [("2", None), ("4", IDS), ("8", IDS), ("8", None)],
+    ids=["2_one", "4_documents", "8_documents", "8_one"],
+)
 def test_every_size_equals_one_device(mesh, form, ids):
     check(MESHES[mesh], FORMS[form], ids)
 
@@ -97,13 +108,13 @@ def tiles_visited(ranks, layout, length=128, tile=4):
     return np.asarray(stop - first).reshape(ranks, -1).sum(1).tolist()
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_balanced_ranks_visit_as_many_tiles(ranks):
+def test_balanced_ranks_visit_as_many_tiles(ranks=8):
     contiguous, balanced = (tiles_visited(ranks, layout) for layout in ("contiguous", "balanced"))
+    assert len(balanced) == ranks
     assert len(set(balanced)) == 1
     assert sum(balanced) == sum(contiguous)
     # In order, the last rank does nearly twice the mean.
-    assert max(contiguous) > 1.4 * balanced[0]
+    assert max(contiguous) > 1.8 * balanced[0]
 
 
 def test_odd_shares_are_refused_with_the_length_that_works():
