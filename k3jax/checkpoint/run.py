@@ -26,6 +26,7 @@ from meshes import distributed
 
 DIGESTS = "digests.json"
 STATE, POSITION = "state", "position"  # the two items of a checkpoint
+RESTORE_GB = 0.25  # of arrays that are read at the same time, or the largest
 DECISION_SECONDS = 3600  # processes wait so long while process 0 reads every byte
 
 
@@ -231,10 +232,14 @@ def read_step(folder: Path, step: int, abstract: dict) -> Restored:
     """
     quieten()
     checkpoint = Path(folder).absolute() / str(step)
-    with ocp.StandardCheckpointer() as reader:
+    # Arrays pass through host memory on their way to devices: few at a time.
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    concurrent = max(RESTORE_GB, 1.1 * largest / 1e9)
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=concurrent)
+    with ocp.Checkpointer(handler) as reader:
         stored = reader.metadata(checkpoint / STATE).item_metadata.tree
         _check_same_arrays(stored, abstract, checkpoint)
-        tree = reader.restore(checkpoint / STATE, abstract)
+        tree = reader.restore(checkpoint / STATE, args=ocp.args.StandardRestore(abstract))
     position = json.loads((checkpoint / POSITION / "metadata").read_text())
     return Restored(step, tree, position)
 

@@ -15,7 +15,6 @@ from k3jax.train import processes
 from k3jax.train.compile_cache import use_compile_cache
 from k3jax.train.config import TrainConfig, resolve_model
 from k3jax.train.data import TrainingData, read_data
-from k3jax.train.identity import what_counts
 from k3jax.train.progress import Stopwatch
 from k3jax.train.run_directory import RunDirectory, choose_path, environment
 from k3jax.train.stopping import Diverged, Interrupted, ReplicasDiffer
@@ -96,16 +95,19 @@ def _prepare(config: TrainConfig, read_model) -> tuple[K3Config, TrainingData]:
     except UserError as error:
         if not distributed.is_distributed():
             raise
-        processes.agree({}, str(error), seconds=config.cluster.start_seconds)
+        processes.agree("start", {}, str(error), seconds=config.cluster.start_seconds)
         raise AssertionError("agree raises where there is trouble") from error
     if distributed.is_distributed():
         table = {
-            "train": train_config.to_dict(config) | what_counts(config),
+            "train": processes.comparable_options(config),
             "model": model.to_hf(),
             "corpus": data.corpus.digest,
-            "environment": processes.comparable_environment(),
+            "software": processes.software(),
         }
-        processes.agree(table, None, seconds=config.cluster.start_seconds)
+        seconds = config.cluster.start_seconds
+        processes.agree("start", table, seconds=seconds)
+        # Devices start in all processes at once: only now is it known that all come so far.
+        processes.agree("devices", {"devices": processes.devices()}, seconds=seconds)
     return model, data
 
 

@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from k3jax.errors import UserError
+from k3jax.train.config import TrainConfig, to_dict
 from k3jax.train.identity import flat_entries
 from k3jax.train.machines import ClusterConfig
 from k3jax.train.run_directory import versions
@@ -52,22 +53,28 @@ def lead_console(console: Console) -> Console:
     return console if distributed.is_lead_process() else Console(file=open(os.devnull, "w"))
 
 
-def comparable_environment() -> dict:
-    """What must be alike wherever the same program is to run."""
-    return {
-        **versions(),
-        "devices": {
-            "kind": jax.local_devices()[0].device_kind,
-            "per_process": jax.local_device_count(),
-        },
-        "variables": {name: os.environ.get(name) for name in VARIABLES},
-    }
+def comparable_options(config: TrainConfig) -> dict:
+    """Options that must be alike: all but the places of files, which may differ by host."""
+    options = to_dict(config)
+    del options["runs"], options["compile_cache"], options["data"]["path"]
+    return options
 
 
-def agree(table: dict, trouble: str | None, *, seconds: float) -> None:
+def software() -> dict:
+    """What must be alike wherever the same program is to run. Touches no device."""
+    return {**versions(), "variables": {name: os.environ.get(name) for name in VARIABLES}}
+
+
+def devices() -> dict:
+    """The same of the devices; the first call of all processes starts them together."""
+    return {"kind": jax.local_devices()[0].device_kind, "per_process": jax.local_device_count()}
+
+
+def agree(name: str, table: dict, trouble: str | None = None, *, seconds: float) -> None:
     """Compare what every process is about to do with what process 0 is about to do.
 
     Args:
+        name: of this comparison.
         table: nested dictionary of JSON values.
         trouble: why this process cannot go on, if so.
         seconds: how long to wait for the others.
@@ -80,19 +87,19 @@ def agree(table: dict, trouble: str | None, *, seconds: float) -> None:
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     with _explained():
         # The table itself travels only to those that differ.
-        distributed.publish_from_lead("agree/table", flat)
-        lead_digest = distributed.from_lead("agree/digest", digest, seconds=seconds)
+        distributed.publish_from_lead(f"{name}/table", flat)
+        lead_digest = distributed.from_lead(f"{name}/digest", digest, seconds=seconds)
         differs = {}
         if digest != lead_digest and trouble is None:
-            theirs = distributed.read_from_lead("agree/table", seconds=seconds)
+            theirs = distributed.read_from_lead(f"{name}/table", seconds=seconds)
             differs = {
-                name: (theirs.get(name, "nothing"), flat.get(name, "nothing"))
-                for name in sorted(theirs.keys() | flat.keys())
-                if theirs.get(name) != flat.get(name)
+                entry: (theirs.get(entry, "nothing"), flat.get(entry, "nothing"))
+                for entry in sorted(theirs.keys() | flat.keys())
+                if theirs.get(entry) != flat.get(entry)
             }
-        found = distributed.gather_to_lead("agree/found", [trouble, differs], seconds=seconds)
+        found = distributed.gather_to_lead(f"{name}/found", [trouble, differs], seconds=seconds)
         verdict = None if found is None else _verdict(found)
-        verdict = distributed.from_lead("agree/verdict", verdict, seconds=seconds)
+        verdict = distributed.from_lead(f"{name}/verdict", verdict, seconds=seconds)
     if verdict is not None:
         raise UserError(verdict)
 
