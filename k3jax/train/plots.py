@@ -40,7 +40,7 @@ def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
 
     Args:
         run: with metrics and a "final" record.
-        model: as trained.
+        model: as trained; None leaves out what is inside of it.
         row: {"tokens", "segment_ids"} [T] to look at the model with.
         examples: held-out pictures with the model's guesses (`k3jax.train.reading`).
     """
@@ -61,8 +61,8 @@ def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
         if train and "rank_load_before" in train[-1]:
             figures["rank_balance"] = rank_load_curve(train)
         if final and final[-1]["expert_counts"]:
-            layers = list(layer_arrays(model, "feed_forward.router_bias"))
             counts = np.array(final[-1]["expert_counts"], float)
+            layers = list(layer_arrays(model, "feed_forward.router_bias") or range(len(counts)))
             figures["expert_load"] = _expert_load(counts, layers)
             if final[-1].get("rank_load"):
                 figures["rank_load"] = rank_load_map(final[-1]["rank_load"], layers)
@@ -71,7 +71,9 @@ def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
             figures["router_bias"] = _router_bias(biases)
         if layer_arrays(model, "attention.A_log"):
             figures["decay_rates"] = _decay_rates(model)
-        traced = trace(model, row["tokens"][None], row["segment_ids"][None])
+        traced = {}
+        if model is not None:
+            traced = trace(model, row["tokens"][None], row["segment_ids"][None])
         if "attention_residual_weights" in traced:
             real = row["segment_ids"] > 0
             weights = np.asarray(traced["attention_residual_weights"])[:, 0, real].mean(1)
@@ -86,7 +88,12 @@ def write_plots(run: RunDirectory, model, row: dict, examples=()) -> list[Path]:
 
 
 def layer_arrays(model, suffix: str) -> dict[int, np.ndarray]:
-    """0-based layer -> the array whose name ends in `suffix`, repeated layers taken apart."""
+    """0-based layer -> the array whose name ends in `suffix`, repeated layers taken apart.
+
+    Empty without a model.
+    """
+    if model is None:
+        return {}
     variables = named_variables(model)
     found = {}
     for number, segment in enumerate(plan_segments(model.cfg.layer_kinds)):

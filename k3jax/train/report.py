@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import statistics
 
 from k3jax.train.metrics import read_metrics
 from k3jax.train.run_directory import RunDirectory
@@ -66,6 +67,7 @@ def write_report(run: RunDirectory, seconds: dict[str, float]) -> None:
         "held out": f"{corpus['held_out_bytes']:,} bytes, {corpus['held_out_files']} files; "
         f"{final['held_out_bytes']:,} bytes measured",
         "skipped steps": train[-1]["skipped"] if train else 0,
+        "machine": _machine(described, train),
         "time": ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()),
     }
     page = [
@@ -88,6 +90,21 @@ def write_report(run: RunDirectory, seconds: dict[str, float]) -> None:
         f"<pre>{html.escape(json.dumps(described, indent=2))}</pre></html>",
     ]
     run.report_file.write_text("\n".join(page))
+
+
+def _machine(described: dict, train: list[dict]) -> str:
+    """Devices of the last start, and how well they were used."""
+    latest = (described["resumed"] or [described])[-1].get("environment", {})
+    devices, mesh = latest.get("devices", {}), latest.get("mesh")
+    axes = " x ".join(f"{name} {size}" for name, size in (mesh or {}).items() if size > 1)
+    where = f"{devices.get('kind')}, mesh {axes}" if axes else f"one {devices.get('kind')}"
+    if devices.get("processes", 1) > 1:
+        where += f", {devices['processes']} processes"
+    used = [record["mfu"] for record in train if record.get("mfu") is not None]
+    mfu = f"{100 * statistics.median(used):.1f} %" if used else "unknown (no peak of this device)"
+    goodput = train[-1].get("goodput") if train else None
+    share = "" if goodput is None else f"; goodput of the last start {100 * goodput:.0f} %"
+    return f"{where}; model FLOPs utilisation {mfu}{share}"
 
 
 def _samples(run: RunDirectory) -> list[str]:
