@@ -266,13 +266,11 @@ def _best_of(
     """The fastest way to use a mesh that fits; else what speaks against it."""
     work = coster.work
     candidates = list(_candidates(work, shape, micro))
-    bad = [
-        finding
-        for finding in joint_findings(work, coster.chips, candidates[0])
-        if finding.verdict == "refused"
-    ]
-    if bad and len(candidates) == 1:
-        return None, bad[0]
+    if work.use == "training":  # what speaks against the first speaks against all
+        findings = joint_findings(work, coster.chips, candidates[0])
+        bad = [finding for finding in findings if finding.verdict == "refused"]
+        if bad:
+            return None, bad[0]
     if work.use == "training" and shape.stage == 1:
         return _fewest_micro_batches(coster, candidates)
     best = smallest = refused = None

@@ -213,6 +213,16 @@ def test_prefill_holds_no_gradients_and_one_pass():
     assert ideal < first.time.total < 10 * ideal
 
 
+def test_slices_are_joined_along_axes_that_exchange_little():
+    work = Workload(cfg=K3Config.small(), use="training", batch=32, length=512)
+    plan = make_plan(work, meshes.hardware("2*v5p:8"), fixed={"stage": 1})
+    for costed in plan.ranked:
+        shape = costed.candidate.shape
+        assert (shape.data * shape.fsdp) % 2 == 0
+        assert any(t.slow_bytes for t in costed.transfers)
+    assert any(refusal.axis == "slices" for refusal in plan.refusals)
+
+
 def test_small_model_on_simulated_devices_has_a_plan():
     work = Workload(cfg=K3Config.tiny(), use="training", batch=8, length=128)
     plan = make_plan(work, meshes.hardware("cpu:8"))
