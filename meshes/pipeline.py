@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshes.axes import STAGE
-from meshes.pipeline_ends import batch_is_cut, enter, leave, leave_bank
+from meshes.pipeline_ends import divisors, enter, leave, leave_bank, rows_in_stage
 from meshes.schedule import Schedule
 from meshes.shard import per_device, reshard, spec_of
 from meshes.stage_access import add, add_entries, insert_entries, put, read_entries, take
@@ -97,7 +97,12 @@ def _check(schedule: Schedule, parameters, prefix) -> None:
                 f"parameters {leaf.shape} must have {schedule.padded} units in front, identities "
                 "included (StageOrder.order())"
             )
-    batch_is_cut(prefix, schedule.micro_batches)
+    rows = rows_in_stage(prefix)
+    if rows % schedule.micro_batches:
+        raise ValueError(
+            f"{rows} rows of a device do not divide into {schedule.micro_batches} micro-batches; "
+            f"use one of {divisors(rows)} or another batch"
+        )
 
 
 def _split_units(leaf: jax.Array, schedule: Schedule) -> jax.Array:

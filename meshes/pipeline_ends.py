@@ -15,21 +15,10 @@ from meshes.schedule import Schedule
 from meshes.shard import axis_size, per_device, spec_of
 
 
-def batch_is_cut(x: jax.Array, micro_batches: int) -> bool:
-    """Whether the rows of `x` lie on the stage axis, too.
-
-    Raises:
-        ValueError: rows that do not divide into micro-batches.
-    """
+def rows_in_stage(x: jax.Array) -> int:
+    """Rows of `x` [B, ...] that one device computes in the pipeline, all micro-batches together."""
     axes = axes_of(spec_of(x)[0])
-    devices = math.prod(axis_size(axis) for axis in axes if axis != STAGE)
-    if x.shape[0] % (devices * micro_batches):
-        raise ValueError(
-            f"{x.shape[0]} rows do not divide into {micro_batches} micro-batches on {devices} "
-            f"devices of a stage; use a batch that is a multiple of {devices * micro_batches}, or "
-            f"one of {divisors(x.shape[0] // devices)} micro-batches"
-        )
-    return STAGE in axes
+    return x.shape[0] // math.prod(axis_size(axis) for axis in axes if axis != STAGE)
 
 
 def divisors(rows: int) -> list[int]:

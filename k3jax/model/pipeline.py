@@ -21,7 +21,7 @@ from k3jax.model.unit import block_grid, unit_body
 from k3jax.nn.cache import CallContext
 from k3jax.nn.decoder import Stream
 from meshes.pipeline import run_pipeline
-from meshes.pipeline_ends import divisors
+from meshes.pipeline_ends import divisors, rows_in_stage
 from meshes.schedule import Schedule, StageOrder
 from meshes.stage_order import (
     from_stage_order,
@@ -134,7 +134,7 @@ def run_stages(
     The backward pass recomputes whole units. `module` is in the order of the stages if its arrays
     lie on them, else in depth order, and moves to the stages first.
     """
-    parts = context.parallel.pipeline_micro_batches or num_stages()
+    parts = count_micro_batches(stream.prefix, context.parallel.pipeline_micro_batches)
     schedule = stage_schedule(cfg, num_stages(), parts)
     is_staged = {lies_on_stages(leaf) for leaf in jax.tree.leaves(module)}
     if is_staged == {False}:
@@ -172,11 +172,28 @@ def check_repeats(module, segment: Segment) -> None:
         )
 
 
-def check_stages(cfg: K3Config, context: CallContext, caches, scan: bool, rows: int) -> None:
+def count_micro_batches(x: jax.Array, asked: int | None) -> int:
+    """Parts of the rows of `x` [B, ...] for the pipeline; by default as many as stages, or fewer.
+
+    Raises:
+        UserError: the rows of a device do not divide into as many as were asked for.
+    """
+    rows = rows_in_stage(x)
+    if asked is None:
+        return max(parts for parts in divisors(rows) if parts <= num_stages())
+    if rows % asked:
+        raise UserError(
+            f"parallel.pipeline_micro_batches={asked} does not divide the {rows} rows that a "
+            f"device of a stage computes; use one of {divisors(rows)} or another batch"
+        )
+    return asked
+
+
+def check_stages(cfg: K3Config, context: CallContext, caches, scan: bool) -> None:
     """Refuse what a pipeline does not do, where the mesh in force has stages.
 
     Raises:
-        UserError: caches, a trace, unrolled layers, or rows that are no whole micro-batches.
+        UserError: caches, a trace, unrolled layers, or no layers that repeat.
     """
     stages = num_stages()
     pipelined_segment(cfg)
@@ -190,9 +207,3 @@ def check_stages(cfg: K3Config, context: CallContext, caches, scan: bool, rows: 
                 f"{what} on a mesh with {stages} pipeline stages does not work; use a mesh with "
                 "stage=1"
             )
-    parts = context.parallel.pipeline_micro_batches or stages
-    if rows % parts:
-        raise UserError(
-            f"{rows} rows do not divide into parallel.pipeline_micro_batches={parts}; use one of "
-            f"{divisors(rows)}"
-        )

@@ -70,7 +70,7 @@ class LayerStack(nnx.Module):
         stream = Stream(x, bank, 0)
         staged = None
         if num_stages() > 1:
-            check_stages(self.cfg, context, caches, scan, x.shape[0])
+            check_stages(self.cfg, context, caches, scan)
             staged = pipelined_segment(self.cfg)
         new_caches, collected = [], []
         for index, segment in enumerate(plan_segments(self.cfg.layer_kinds)):

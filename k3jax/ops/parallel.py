@@ -30,7 +30,8 @@ class Parallel:
     context_layout: Literal["contiguous", "balanced"] = "contiguous"
     """Which queries of a causal sequence a rank of the context axis computes."""
     pipeline_micro_batches: int | None = None
-    """Parts of the batch that follow each other through the pipeline; None: one for each stage."""
+    """Parts of the batch that follow each other through the pipeline; None: one for each stage, or
+    fewer where the rows do not divide so."""
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))

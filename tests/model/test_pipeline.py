@@ -13,6 +13,7 @@ from k3jax.errors import UserError
 from k3jax.model import abstract_model
 from k3jax.model.caches import empty_caches
 from k3jax.model.pipeline import (
+    count_micro_batches,
     hold_identities,
     in_depth_order,
     in_stage_order,
@@ -169,7 +170,7 @@ def test_identities_keep_their_values():
         ({"caches": True}, "caches on a mesh with 2 pipeline stages"),
         (
             {"parallel": ops.Parallel(pipeline_micro_batches=3)},
-            r"4 rows do not divide into parallel.pipeline_micro_batches=3; use one of \[1, 2, 4\]",
+            r"pipeline_micro_batches=3 does not divide the 4 rows .* use one of \[1, 2, 4\]",
         ),
     ],
     ids=["scan", "caches", "micro_batches"],
@@ -195,6 +196,14 @@ def test_units_in_the_order_of_stages_do_not_run_without_them():
             in_stage_order(abstract_model(cfg), cfg, 2),
             jax.ShapeDtypeStruct((1, 8), jnp.int32),
         )
+
+
+def test_as_many_micro_batches_as_stages_or_fewer():
+    mesh = meshes.build_mesh(meshes.MeshShape(stage=4, data=2), jax.devices())
+    with jax.set_mesh(mesh):
+        for rows, parts in ((8, 4), (24, 4), (12, 3), (2, 1)):
+            x = jax.device_put(jnp.zeros((rows, 3)), jax.NamedSharding(mesh, jax.P("data")))
+            assert count_micro_batches(x, None) == parts
 
 
 def test_micro_batches_are_checked():
