@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from meshes.exchange import count_routes, sort_routes
+
 
 def sort_by_expert(ids: jax.Array, num_experts: int) -> dict[str, jax.Array]:
     """Order of the rows (token, route) by expert, stable in the token order.
@@ -14,18 +16,11 @@ def sort_by_expert(ids: jax.Array, num_experts: int) -> dict[str, jax.Array]:
     Returns:
         token_of_row [N*R], row_of_route [N, R] and group_sizes [E], all int32.
     """
-    flat = ids.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    rows = (
-        jnp.zeros_like(flat)
-        .at[order]
-        .set(jnp.arange(flat.size, dtype=jnp.int32), unique_indices=True)
-    )
-    sizes = jnp.zeros((num_experts + 1,), jnp.int32).at[flat].add(1)[:num_experts]
+    order, row_of_route = sort_routes(ids, num_experts)
     return {
-        "token_of_row": (order // ids.shape[1]).astype(jnp.int32),
-        "row_of_route": rows.reshape(ids.shape),
-        "group_sizes": sizes,
+        "token_of_row": order // ids.shape[1],
+        "row_of_route": row_of_route,
+        "group_sizes": count_routes(ids, num_experts),
     }
 
 

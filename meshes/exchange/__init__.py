@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from meshes.axes import EXPERT
 from meshes.exchange.experts import with_fetched_experts
-from meshes.exchange.layout import count_routes, exchange_counts, make_layout
+from meshes.exchange.layout import count_routes, exchange_counts, make_layout, sort_routes
 from meshes.exchange.report import (
     ExchangeReport,
     Traffic,
@@ -45,6 +45,7 @@ __all__ = [
     "dispatch",
     "exchange_counts",
     "exchange_report",
+    "sort_routes",
     "with_fetched",
 ]
 

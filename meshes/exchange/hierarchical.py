@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from meshes.axes import EXPERT
 from meshes.exchange.layout import Layout
 from meshes.exchange.padded import ROOM
+from meshes.sort import stable_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _nodes(layout: Layout, node_size: int) -> _Nodes:
     return _Nodes(
         node_size=node_size,
         num_nodes=num_nodes,
-        tokens=jnp.argsort(~goes, axis=0, stable=True).T.astype(jnp.int32),
+        tokens=stable_order(~goes.T, 1),
         count=goes.sum(0, dtype=jnp.int32),
         place=jnp.where(is_sent, rank % node_size * num_rows + final, -1),
         node=node,
@@ -199,7 +200,7 @@ def _visitors(nodes: _Nodes, places: jax.Array) -> _Visitors:
     return _Visitors(
         nodes=nodes,
         place=place,
-        order=jnp.argsort(local, stable=True).astype(jnp.int32),
+        order=stable_order(local, nodes.node_size),
         start=jnp.cumsum(count) - count,
         count=count,
         capacity=max(1, min(place.size, capacity)),

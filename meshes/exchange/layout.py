@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshes.axes import EXPERT
 from meshes.balance import Pieces, RankPlan, balanced_plan, keep_within, lay_out, plain_plan
+from meshes.sort import stable_order
 
 
 @jax.tree_util.register_dataclass
@@ -82,9 +83,9 @@ def exchange_counts(ids: jax.Array, num_experts: int) -> jax.Array:
     return jax.lax.all_gather(counts, EXPERT)
 
 
-def sort_routes(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sort_routes(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Stable order of the flat routes of ids [N, K] by expert [N*K], and its inverse [N, K]."""
-    order = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
+    order = stable_order(ids.reshape(-1), num_experts)
     places = jnp.arange(order.size, dtype=jnp.int32)
     inverse = jnp.zeros_like(order).at[order].set(places, unique_indices=True)
     return order, inverse.reshape(ids.shape)
@@ -155,7 +156,7 @@ def route_to_ranks(
 
 def _order_of_sent(ids, counts, kept):
     """Routes in expert order without those beyond the kept counts of this rank [E], both ways."""
-    order, place = sort_routes(ids)
+    order, place = sort_routes(ids, counts.shape[0])
     num_routes = order.size
     skipped = _before(counts) - _before(kept)  # [E], by how much each expert's rows move up
     sent = jnp.arange(num_routes, dtype=jnp.int32)
