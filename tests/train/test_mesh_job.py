@@ -1,4 +1,4 @@
-"""A whole run on a mesh of eight devices: all that it leaves behind, and the curve of one device."""
+"""A whole run on a mesh of eight devices: what it leaves behind, and the curve of one device."""
 
 import dataclasses
 import io
