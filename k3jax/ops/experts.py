@@ -18,6 +18,7 @@ from k3jax.ops.expert_product import Activation, Pieces, expert_product
 from k3jax.ops.expert_rows import combine, dispatch, sort_by_expert
 from k3jax.ops.parallel import DEFAULT_PARALLEL, Parallel
 from meshes import EXPERT, TENSOR, axes_of
+from meshes.exchange.transport import check_transport
 from pallas_kernels import MXFP4
 from pallas_kernels.mxfp4 import GROUP
 
@@ -39,15 +40,23 @@ def select_experts(
         expert ids [B, T, R] int32, best first, and the cutoff [B, T] float32: the (R+1)-th
         largest biased score, which Quantile Balancing needs.
     """
-    biased = jax.lax.stop_gradient(scores + bias)
-    if num_groups > 1 and topk_groups < num_groups:
-        grouped = biased.reshape(*biased.shape[:-1], num_groups, -1)
-        best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
-        chosen = jax.lax.top_k(best_two.sum(-1), topk_groups)[1]
-        allowed = jax.nn.one_hot(chosen, num_groups, dtype=jnp.bool_).any(-2)
-        biased = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased.shape)
-    values, ids = jax.lax.top_k(biased, experts_per_token + 1)
-    return ids[..., :-1], values[..., -1]
+    batch, tokens, _ = meshes.spec_of(scores)
+    row = P(batch, tokens, None)
+
+    def run(scores, bias):
+        biased = scores + bias
+        if num_groups > 1 and topk_groups < num_groups:
+            grouped = biased.reshape(*biased.shape[:-1], num_groups, -1)
+            best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
+            chosen = jax.lax.top_k(best_two.sum(-1), topk_groups)[1]
+            allowed = jax.nn.one_hot(chosen, num_groups, dtype=jnp.bool_).any(-2)
+            biased = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased.shape)
+        values, ids = jax.lax.top_k(biased, experts_per_token + 1)
+        return ids[..., :-1], values[..., -1]
+
+    # On each device's own tokens: left to the compiler, all scores of the batch are gathered.
+    select = meshes.per_device(run, (row, P(None)), (row, P(batch, tokens)))
+    return select(*jax.lax.stop_gradient((scores, bias)))
 
 
 def gather_scores(scores: jax.Array, ids: jax.Array) -> jax.Array:
@@ -81,7 +90,8 @@ def routed_experts(
     With `with_load` also returns what the exchange of all devices moved, or None without one.
 
     Raises:
-        UserError: the experts do not divide by the expert axis, or F by the tensor axis.
+        UserError: the experts do not divide by the expert axis, or F by the tensor axis, or the
+            transport does not exist here.
     """
     batch, tokens, _ = meshes.spec_of(x)
     matrices = (gate, up, down)
@@ -90,6 +100,8 @@ def routed_experts(
     is_cut_over_tensor = TENSOR in axes_of(tokens)
     token_axes = (*axes_of(batch), *axes_of(tokens))
     travels = ranks > 1 and EXPERT in token_axes
+    if travels:
+        _check_exchange(parallel, gate.shape[0], ranks)
     specs, pieces = _placement(matrices, ranks, tensor)
 
     def run(x, ids, weights, real, *matrices):
@@ -215,6 +227,19 @@ def _check_sizes(gate: jax.Array | MXFP4, ranks: int, tensor: int) -> None:
             f"expert_hidden_dim={hidden}{groups} must be divisible by the tensor axis of {tensor} "
             f"devices; use MeshShape(tensor={fits})"
         )
+
+
+def _check_exchange(parallel: Parallel, num_experts: int, ranks: int) -> None:
+    try:
+        check_transport(
+            parallel.transport,
+            mode=parallel.expert_mode,
+            num_ranks=ranks,
+            num_experts=num_experts,
+            node_size=parallel.node_size,
+        )
+    except ValueError as error:
+        raise UserError(f"parallel: {error}") from error
 
 
 def _placement(matrices, ranks: int, tensor: int) -> tuple[tuple, Pieces]:
