@@ -254,3 +254,16 @@ def test_backward_pass_keeps_no_gathered_or_fetched_expert():
         kept = jax.tree.leaves(jax.eval_shape(residuals, *arguments))
     experts = [a.shape for a in kept if a.shape[-2:] in ((12, 10), (10, 12), (6, 10), (10, 6))]
     assert len(experts) == 3 and all(np.prod(shape) == 8 * 12 * 10 for shape in experts), experts
+
+
+@pytest.mark.parametrize(
+    "parallel, message",
+    [
+        ({"transport": "ragged"}, "transport='ragged' does not exist on CPU .*transport='padded'"),
+        ({"transport": "hierarchical"}, "needs node_size="),
+        ({"node_size": 3}, "node_size=3 must divide the expert axis size 4"),
+    ],
+)
+def test_transports_that_do_not_exist_here_are_refused(parallel, message):
+    with pytest.raises(UserError, match=message):
+        on_mesh(case(3), {"expert": 4}, **parallel)
