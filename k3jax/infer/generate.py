@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax import ops
 from k3jax.errors import UserError
 from k3jax.infer.cached import (
     as_one_segment,
@@ -110,6 +111,8 @@ def sample(logits: jax.Array, key: jax.Array, temperature, top_p) -> jax.Array:
 def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, max_new_tokens):
     pad = model.cfg.pad_id or 0
     column = jnp.arange(max_new_tokens, dtype=jnp.int32)
+    # Sampling sorts the vocabulary: an all-gather over tensor, here and after each token.
+    logits = ops.whole_over_tensor(logits)
     # Derived from the logits, so that rows lie on the devices of the prompts.
     done = jnp.zeros_like(logits[:, 0], jnp.bool_)
     out = jnp.where(done[:, None], 0, jnp.full_like(column, pad))
@@ -125,7 +128,7 @@ def _continue_arrays(model, logits, caches, key, temperature, top_p, stop, *, ma
         done = done | (token[:, None] == stop[None, :]).any(-1)
         # The last token needs no further logits, but a branch would cost more than it saves.
         logits, caches = decode_arrays(model, token, caches)
-        return step + 1, logits, caches, out, done
+        return step + 1, ops.whole_over_tensor(logits), caches, out, done
 
     state = (jnp.int32(0), logits, caches, out, done)
     return jax.lax.while_loop(unfinished, advance, state)[3]

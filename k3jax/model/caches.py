@@ -11,6 +11,9 @@ from k3jax.config import K3Config
 from k3jax.model.layout import plan_segments
 from k3jax.nn.cache import KDACache, MLACache, empty_layer_cache
 
+# Dimension of the heads in those arrays of a layer's cache that have one.
+HEAD_DIMENSION = {"state": 1, "q_tail": 2, "k_tail": 2, "v_tail": 2}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +57,28 @@ def empty_caches(cfg: K3Config, batch: int, capacity: int, dtype, *, rows=None) 
         dtype: activation dtype (KDA states are float32 whatever it is).
         rows: mesh axes that the rows lie on, those of the tokens.
     """
+    heads = _head_axes(cfg)
     layers = []
-
-    def stacked(array, repeats):
-        array = jnp.broadcast_to(array[None], (repeats, *array.shape))
-        return meshes.reshard(array, P(None, rows, *(None,) * (array.ndim - 2)))
-
     for segment in plan_segments(cfg.layer_kinds):
-        layers.append(
-            tuple(
-                jax.tree.map(
-                    lambda a, n=segment.repeats: stacked(a, n),
-                    empty_layer_cache(cfg, kind.attention, batch, capacity, dtype),
-                )
-                for kind in segment.unit
-            )
-        )
+        unit = []
+        for kind in segment.unit:
+            cache = empty_layer_cache(cfg, kind.attention, batch, capacity, dtype)
+            placed = []
+            for name, array in cache._asdict().items():
+                spec = [rows, *(None,) * (array.ndim - 1)]
+                if name in HEAD_DIMENSION:
+                    spec[HEAD_DIMENSION[name]] = heads
+                array = jnp.broadcast_to(array[None], (segment.repeats, *array.shape))
+                placed.append(meshes.reshard(array, P(None, *spec)))
+            unit.append(type(cache)(*placed))
+        layers.append(tuple(unit))
     valid = meshes.reshard(jnp.zeros((batch, capacity), jnp.bool_), P(rows, None))
     return Caches(tuple(layers), valid, jnp.zeros((), jnp.int32))
+
+
+def _head_axes(cfg: K3Config) -> tuple[str, ...] | None:
+    """Mesh axes that the heads of KDA lie on, those of the projections that make them."""
+    if not meshes.has_mesh():
+        return None
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return meshes.AxisRules().place(("heads",), (cfg.kda.num_heads,), sizes, "KDA heads")[0]
