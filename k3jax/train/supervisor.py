@@ -33,6 +33,7 @@ _PEER_GONE = re.compile(
     r"coordination service|CoordinationService|distributed service|[Gg]loo|heartbeat|"
     r"Connection (closed|reset) by peer|leader might be|unhealthy|peer process",
 )
+_LEADER_GONE = "Failed to send RPC to coordination service"
 # "... tasks are unhealthy (stopped sending heartbeats):" and their numbers below, or "/task:3".
 _TASKS = re.compile(r"stopped sending heartbeats\):\s*((?:[\w/:]*\d+\s+)+)|/task:(\d+)")
 
@@ -104,7 +105,8 @@ def tasks_named(text: str) -> set[int]:
     for listed, single in _TASKS.findall(text):
         found |= {int(re.search(r"\d+$", word).group()) for word in listed.split()}
         found |= {int(single)} if single else set()
-    return found
+    # The service itself lives in process 0.
+    return found | ({0} if not found and _LEADER_GONE in text else set())
 
 
 class _Parent:

@@ -119,6 +119,8 @@ def test_tasks_that_jax_calls_dead():
     several = "unhealthy (stopped sending heartbeats):\n3\n/job:jax_worker/replica:0/task:12\nThe x"
     assert tasks_named(several) == {3, 12}
     assert tasks_named("Gloo: step 7 of 9") == set()
+    lost = "UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was"
+    assert tasks_named(lost) == {0}
 
 
 def test_what_differs_is_named_once_with_its_processes():
