@@ -27,12 +27,14 @@ from meshes.presets import (
     preset,
     slice_shapes,
 )
+from meshes.report import count_collectives, count_overlaps
 from meshes.rules import STORAGE, AxisRules
 from meshes.shard import (
     GATHERED,
     axis_size,
     gather,
     has_mesh,
+    mesh_in_force,
     per_device,
     reshard,
     spec_of,
@@ -70,7 +72,9 @@ __all__ = [
     "choose_transport",
     "collect",
     "compile_options",
+    "count_collectives",
     "count_crossings",
+    "count_overlaps",
     "count_traffic",
     "described_devices",
     "dispatch",
@@ -80,6 +84,7 @@ __all__ = [
     "gather",
     "hardware",
     "has_mesh",
+    "mesh_in_force",
     "per_device",
     "preset",
     "reshard",

@@ -53,7 +53,30 @@ def build_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) ->
     return jax.sharding.Mesh(arrange_devices(shape.sizes, devices), AXES, axis_types=types)
 
 
-def abstract_mesh(shape: MeshShape) -> jax.sharding.AbstractMesh:
-    """The same mesh without devices, for lowering programs for machines that are not here."""
-    types = (AxisType.Explicit,) * len(AXES)
-    return jax.sharding.AbstractMesh(shape.sizes, AXES, axis_types=types)
+# Chip -> its kind as jax names it, cores of one device, platform.
+_DEVICES = {
+    "v5e": ("TPU v5 lite", 1, "tpu"),
+    "v5p": ("TPU v5", 1, "tpu"),
+    "v6e": ("TPU v6 lite", 1, "tpu"),
+    "tpu7x": ("TPU7x", 1, "tpu"),
+    "h200": ("NVIDIA H200", None, "cuda"),
+}
+
+
+def abstract_mesh(shape: MeshShape, chip: str | None = None) -> jax.sharding.AbstractMesh:
+    """The same mesh without devices, for lowering programs for machines that are not here.
+
+    Args:
+        shape: axis sizes.
+        chip: what the devices are ("v5p", "h200"): programs get its kernels and transports. None:
+            the default device.
+
+    Raises:
+        ValueError: an unknown chip.
+    """
+    types, device = (AxisType.Explicit,) * len(AXES), None
+    if chip is not None:
+        if chip not in _DEVICES:
+            raise ValueError(f"abstract_mesh: chip {chip!r} is unknown; use one of {[*_DEVICES]}")
+        device = jax.sharding.AbstractDevice(*_DEVICES[chip])
+    return jax.sharding.AbstractMesh(shape.sizes, AXES, axis_types=types, abstract_device=device)

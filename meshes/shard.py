@@ -20,6 +20,12 @@ def has_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
+def mesh_in_force() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+    """What `jax.set_mesh` or `jax.sharding.use_abstract_mesh` put in force."""
+    mesh = jax.sharding.get_mesh()
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
 def axis_size(axis: str) -> int:
     """Devices along one axis of the mesh in force; 1 without a mesh."""
     return jax.sharding.get_abstract_mesh().shape[axis] if has_mesh() else 1

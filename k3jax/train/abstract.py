@@ -67,7 +67,7 @@ def large_scale_config(batch: int, length: int, **changes) -> TrainConfig:
 
 
 def lower_step(
-    cfg: K3Config, shape: MeshShape, config: TrainConfig, mesh=None
+    cfg: K3Config, shape: MeshShape, config: TrainConfig, mesh=None, *, chip: str | None = None
 ) -> tuple[jax.stages.Lowered, TrainState]:
     """The step of `config` on a mesh, and its abstract state, which says where each array lives.
 
@@ -75,7 +75,8 @@ def lower_step(
         cfg: the model.
         shape: axis sizes.
         config: batch, length, precision, optimizer and so on; `large_scale_config`, say.
-        mesh: a mesh of that shape; by default an abstract one, whose program is that of CPUs.
+        mesh: a mesh of that shape; by default an abstract one.
+        chip: what the devices of the abstract mesh are, see `meshes.abstract_mesh`.
 
     Raises:
         UserError: the rows do not divide, or as `ModelParts`.
@@ -83,21 +84,22 @@ def lower_step(
     rows = config.batch // config.micro_batches
     sizes = MeshConfig(**dataclasses.asdict(shape))
     check_mesh(sizes, shape.num_devices, rows)
-    mesh = meshes.abstract_mesh(shape) if mesh is None else mesh
-    in_force = (
-        jax.sharding.use_abstract_mesh if isinstance(mesh, jax.sharding.AbstractMesh)
-        else jax.set_mesh
-    )  # fmt: skip
-    with in_force(mesh):
+    mesh = meshes.abstract_mesh(shape, chip) if mesh is None else mesh
+    is_abstract, platforms = isinstance(mesh, jax.sharding.AbstractMesh), None
+    if is_abstract and mesh.abstract_device is not None:
+        platforms = (mesh.abstract_device.platform,)
+    enter = jax.sharding.use_abstract_mesh if is_abstract else jax.set_mesh
+    with enter(mesh):
         parts = ModelParts(cfg, precision=config.precision)
         step, optimizer = make_train_step(parts, config)
         state = parts.placed_state(optimizer)
-        return jax.jit(step, donate_argnums=0).lower(state, abstract_batch(config)), state
+        traced = jax.jit(step, donate_argnums=0).trace(state, abstract_batch(config))
+        return traced.lower(lowering_platforms=platforms), state
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Tokens and segment ids of one step on the mesh in force."""
-    mesh, shape = jax.sharding.get_mesh(), (config.batch, config.length)
+    mesh, shape = meshes.mesh_in_force(), (config.batch, config.length)
     try:
         spec = meshes.AxisRules().place(("batch", "tokens"), shape, mesh.shape, "tokens")
     except ValueError as error:

@@ -107,7 +107,7 @@ class ModelParts:
         abstract = self.abstract_state(optimizer)
         if not meshes.has_mesh():
             return with_sharding(abstract, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-        mesh = jax.sharding.get_mesh()
+        mesh = meshes.mesh_in_force()
 
         def place(leaf):  # no sharding: the same on every device
             spec = jax.P() if leaf.sharding is None else leaf.sharding.spec

@@ -1,0 +1,73 @@
+"""Collectives read from the text of a scheduled program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshes
+from meshes.compile_options import TABLE
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true
+
+%wrapped (p: f32[8]) -> f32[64] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %inside = f32[64]{0} all-to-all(%p), replica_groups={{0,1}}
+}
+
+%body (t: (f32[8], f32[8])) -> (f32[8], f32[8]) {
+  %t = (f32[8]{0}, f32[8]{0}) parameter(0)
+  %a = f32[8]{0} get-tuple-element(%t), index=0
+  %gather-start.1 = (f32[8]{0}, f32[64]{0}) all-gather-start(%a), dimensions={0}
+  %square = f32[8]{0} fusion(%a), kind=kLoop, calls=%square_computation
+  %kernel = f32[8]{0} custom-call(%square), custom_call_target="tpu_custom_call"
+  %gather-done.1 = f32[64]{0} all-gather-done(%gather-start.1)
+  %sum = f32[8]{0} all-reduce(%kernel), to_apply=%add
+  ROOT %r = (f32[8]{0}, f32[8]{0}) tuple(%sum, %kernel)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%wrapped
+  %again = f32[8]{0} copy(%x)
+  %done = f32[64]{0} async-done(%start)
+  ROOT %y = f32[8]{0} fusion(%done), kind=kLoop, calls=%square_computation
+}
+"""
+
+
+def test_collectives_count_once_whether_whole_or_pairs():
+    found = meshes.count_collectives(PROGRAM)
+    assert found == {"all-to-all": 1, "all-gather": 1, "all-reduce": 1}
+
+
+def test_overlap_is_compute_between_start_and_done():
+    assert meshes.count_overlaps(PROGRAM) == {
+        "all-gather": {"pairs": 1, "overlapped": 1, "beside": 2},
+        "all-to-all": {"pairs": 1, "overlapped": 0, "beside": 0},
+    }
+
+
+def test_a_compiled_program_is_read():
+    mesh = meshes.build_mesh(meshes.MeshShape(fsdp=4, tensor=2))
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct(
+            (8, 6), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp", None))
+        )
+        text = (
+            jax.jit(lambda x: meshes.reshard(x * 2, jax.P(None, None)))
+            .lower(x)
+            .compile(compiler_options=meshes.compile_options("cpu"))
+            .as_text()
+        )
+    assert meshes.count_collectives(text) == {"all-gather": 1}
+
+
+def test_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match="'npu' is unknown; use one of tpu, gpu, cpu"):
+        meshes.compile_options("npu")
+
+
+def test_every_version_of_the_table_has_every_platform():
+    assert all(list(platforms) == ["tpu", "gpu", "cpu"] for platforms in TABLE.values())
+    assert meshes.compile_options("cuda") == meshes.compile_options("gpu")
