@@ -32,7 +32,7 @@ from k3jax.train.state import ModelParts, from_tree, named_arrays, to_tree
 from k3jax.train.step import make_evaluation_step, make_reading_step, make_train_step
 from k3jax.train.stopping import Diverged, Interrupted, StopRequest, diagnose
 from k3jax.train.supervisor import Report
-from meshes import distributed
+from meshes import compile_options, distributed
 
 # Words in pictures are measured on a part of the small sample: they are read twice.
 PICTURES_PART = 4
@@ -158,7 +158,8 @@ class Trainer:
     def compile(self) -> None:
         """Compile the step before the first one runs, so that its time is known apart."""
         batch = self.placement.abstract(self.loader.shapes(), self.config.batch)
-        self._step = self._step.lower(self.abstract, batch).compile()
+        options = compile_options(jax.default_backend())
+        self._step = self._step.lower(self.abstract, batch).compile(compiler_options=options)
 
     def fit(self) -> None:
         """Train up to the last step.
