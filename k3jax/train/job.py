@@ -117,7 +117,8 @@ def _open_together(opened, config: TrainConfig, report: Report) -> RunDirectory:
 
     def by_lead() -> str:
         made.append(opened())
-        clear_notices(made[0].path)
+        if config.distributed:
+            clear_notices(made[0].path)
         return str(made[0].path.absolute())
 
     path = processes.decided_by_lead("run directory", by_lead)
