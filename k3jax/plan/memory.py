@@ -69,19 +69,16 @@ class Memory:
             + self.fetched_experts
         )
 
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.capacity
-
 
 def peak_memory(local: Local, capacity: int) -> Memory:
     """The peak of a step."""
     work, cfg = local.work, local.cfg
     training = work.use == "training"
     arguments = local.facts.stored(work, local.candidate)
-    gradients = arguments.gradients
-    if local.candidate.micro_batches == 1:  # nothing is summed: they have the parameters' type
-        gradients = round(gradients * BYTES[work.precision.parameters] / 4)
+    # Those of one micro-batch have the parameters' type; sums over several are float32 beside them.
+    gradients = arguments.gradients * BYTES[work.precision.parameters] / 4
+    if local.candidate.micro_batches > 1:
+        gradients += arguments.gradients
     ids = 8 * local.candidate.micro_batches * local.outside_tokens
     width = work.activation_bytes
     if training:
@@ -102,7 +99,7 @@ def peak_memory(local: Local, capacity: int) -> Memory:
         master=arguments.master,
         moments=arguments.moments,
         other_arguments=arguments.state + ids,
-        gradients=gradients,
+        gradients=round(gradients),
         caches=caches,
         saved=round(saved),
         intermediates=round(intermediates + ALIVE["reserved"]),

@@ -13,7 +13,7 @@ from k3jax.plan.local import Candidate, Local, ModelFacts, local_numbers
 from k3jax.plan.memory import Memory, peak_memory
 from k3jax.plan.timing import StepTime, forward_flops, step_time
 from k3jax.plan.traffic import Transfer, count_traffic
-from k3jax.plan.workload import Workload
+from k3jax.plan.workload import BYTES, Workload
 
 # Transient spikes and what a formula misses: a mesh must fit with so much to spare.
 MEMORY_MARGIN = 0.05
@@ -131,7 +131,7 @@ class Coster:
         one = argument_bytes(
             work.cfg, meshes.MeshShape(), work.precision, training=work.use == "training"
         )
-        self.state_bytes = one.total + one.gradients
+        self.state_bytes = one.total + one.gradients * BYTES[work.precision.parameters] / 4
 
     def _links(self, shape: meshes.MeshShape):
         if self._last_links is None or self._last_links[0] is not shape:
@@ -297,11 +297,17 @@ def _best_of(
 def _fewest_micro_batches(
     coster: Coster, candidates: list[Candidate]
 ) -> tuple[Costed | None, Memory | None]:
-    """Without a pipeline more micro-batches need less memory and more time: the first that fits."""
+    """The first that fits: without a pipeline more micro-batches take longer.
+
+    From two on, more need less memory; one alone keeps no sums of gradients.
+    """
+    first = coster.memory(coster.local(candidates[0]))
+    if has_room(first):
+        return coster.cost(candidates[0]), None
     least = coster.memory(coster.local(candidates[-1]))
     if not has_room(least):
-        return None, least
-    low, high = 0, len(candidates) - 1
+        return None, min(first, least, key=lambda memory: memory.total)
+    low, high = 1, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
         if has_room(coster.memory(coster.local(candidates[middle]))):
