@@ -22,7 +22,7 @@ from k3jax.train.health import HostReport, ReplicaCheck
 from k3jax.train.identity import check_identity, identity
 from k3jax.train.metrics import MetricsLog, cut_metrics
 from k3jax.train.placement import Placement
-from k3jax.train.processes import StopAgreement
+from k3jax.train.processes import LONG_SECONDS, StopAgreement
 from k3jax.train.profile import StepProfiler
 from k3jax.train.progress import ProgressView, Stopwatch
 from k3jax.train.reading import HeldOutPictures, ReadingResult, reading_record, reading_text
