@@ -160,6 +160,8 @@ class Trainer:
         batch = self.placement.abstract(self.loader.shapes(), self.config.batch)
         options = compile_options(jax.default_backend())
         self._step = self._step.lower(self.abstract, batch).compile(compiler_options=options)
+        # Collectives of CPUs wait for half a minute only, and compilers are not equally quick.
+        distributed.wait_for_all("compiled", seconds=LONG_SECONDS)
 
     def fit(self) -> None:
         """Train up to the last step.
