@@ -88,10 +88,9 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
             # memory anyway: kept until then, they would need as much memory as the state.
             finite, inputs = jax.lax.optimization_barrier((finite, inputs))
             _, changes, moments = change(*inputs)
-            weights = inputs[2]
+            _, old_moments, weights = inputs
             new = {name: value - changes[name] for name, value in weights.items()}
             new = hold_identities(new, weights, parts.cfg)
-            master = {name: new[name] for name in state.master}
         rest = state.rest
         if statistics is not None:
             with jax.named_scope("balance_routers"):
@@ -106,12 +105,15 @@ def make_train_step(parts: ModelParts, config: TrainConfig):
         def keep(new, old):
             return jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, old)
 
+        # All old values are those behind the barrier: of two readers one would get a copy.
+        weights = keep(new, weights)
+        params = {name: weights[name].astype(old.dtype) for name, old in state.params.items()}
         missed = 1 - finite.astype(jnp.int32)
         state = TrainState(
-            params=keep(new, state.params),
-            master=keep(master, state.master),
+            params=params,
+            master={name: weights[name] for name in state.master},
             rest=keep(rest, state.rest),
-            optimizer=keep(moments, state.optimizer),
+            optimizer=keep(moments, old_moments),
             step=state.step + 1,
             skipped=state.skipped + missed,
             skipped_in_row=(state.skipped_in_row + 1) * missed,
