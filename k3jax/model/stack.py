@@ -7,7 +7,15 @@ from flax import nnx
 from k3jax.config import K3Config
 from k3jax.model.layout import Segment, blocks_before, plan_segments, starts_block
 from k3jax.model.pipeline import check_repeats, check_stages, pipelined_segment, run_stages
-from k3jax.model.unit import REMAT, Remat, block_grid, checkpointed, unit_body
+from k3jax.model.unit import (
+    REMAT,
+    Remat,
+    block_grid,
+    by_layer,
+    checkpointed,
+    unit_body,
+    unit_layers,
+)
 from k3jax.model.write_once import scan_write_once
 from k3jax.nn.cache import CallContext
 from k3jax.nn.decoder import DecoderLayer, Stream
@@ -140,14 +148,21 @@ def _run_unrolled(cfg, segment, module, stream, caches, context, remat):
 
 def _run_scanned(cfg, segment, module, stream, caches, context, remat):
     """One scan over the repetitions; what differs between them travels as scanned inputs."""
-    # Inference and traces have nothing to recompute; training with full remat does, and the
-    # write-once scan then recomputes whole units, so layers need no checkpoint of their own.
-    write_once = remat == "full" and caches is None and not context.trace
     starts, counts = block_grid(cfg, segment)
-    body = unit_body(starts, counts, "none" if write_once else remat)
     xs = (module, caches, jnp.asarray(starts), jnp.asarray(counts, jnp.int32))
-    scan = scan_write_once if write_once else _plain_scan
-    prefix, bank, (new_caches, collected) = scan(body, stream.prefix, stream.bank, xs, context)
+    # Inference and traces have nothing to recompute; training with full remat does, and the
+    # write-once scan then recomputes each layer.
+    if remat == "full" and caches is None and not context.trace:
+        layers = unit_layers(starts, counts, "none")
+        prefix, bank, outputs = scan_write_once(
+            layers, stream.prefix, stream.bank, by_layer(*xs), context
+        )
+        new_caches, collected = zip(*outputs, strict=True)
+    else:
+        body = unit_body(starts, counts, remat)
+        prefix, bank, (new_caches, collected) = _plain_scan(
+            body, stream.prefix, stream.bank, xs, context
+        )
     new_caches = None if caches is None else new_caches
     return Stream(prefix, bank, stream.count), new_caches, collected
 

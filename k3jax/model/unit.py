@@ -39,38 +39,62 @@ def block_grid(cfg: K3Config, segment: Segment) -> tuple[np.ndarray, np.ndarray]
     return starts, counts.astype(np.int32)
 
 
-def unit_body(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> Callable:
-    """`body(prefix, bank, x, context) -> prefix, bank, (caches, collected)`.
+def unit_layers(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> tuple[Callable, ...]:
+    """Per position of the unit `run(prefix, bank, x, context) -> prefix, bank, (cache, collected)`.
 
-    x holds the unit's layers, caches (or None), and its rows of `starts` and `counts`. All rows
-    together bound what one of them may need.
+    x holds the position's layer, its cache (or None), and its entries of `starts` and `counts`. All
+    rows of these together bound what one of them may need.
     """
-    most = [int(m) for m in (counts + starts).max(0)]
+    most = (counts + starts).max(0)
 
-    def body(prefix, bank, x, context):
-        unit, cache, starts_here, counts_here = x
-        new_caches, collected = [], []
-        for position, layer in enumerate(unit.layers):
-            # A position that never (or always) starts a block needs no traced choice.
-            same = starts[:, position]
-            here = bool(same[0]) if (same == same[0]).all() else starts_here[position]
+    def at(position: int) -> Callable:
+        # A position that never (or always) starts a block needs no traced choice.
+        same = starts[:, position]
+        known = bool(same[0]) if (same == same[0]).all() else None
 
-            def call(layer, prefix, bank, cache, count, here=here, most=most[position]):
+        def run(prefix, bank, x, context):
+            def call(layer, prefix, bank, cache, start, count):
                 stream, cache, found = layer(
                     Stream(prefix, bank, count),
                     cache,
                     context,
-                    starts_block=here,
-                    most_blocks=most,
+                    starts_block=start if known is None else known,
+                    most_blocks=int(most[position]),
                 )
                 return stream.prefix, stream.bank, cache, found
 
-            layer_cache = None if cache is None else cache[position]
-            prefix, bank, layer_cache, found = checkpointed(call, remat)(
-                layer, prefix, bank, layer_cache, counts_here[position]
+            layer, cache, start, count = x
+            prefix, bank, cache, found = checkpointed(call, remat)(
+                layer, prefix, bank, cache, start, count
             )
-            new_caches.append(layer_cache)
-            collected.append(found)
-        return prefix, bank, (tuple(new_caches), tuple(collected))
+            return prefix, bank, (cache, found)
+
+        return run
+
+    return tuple(map(at, range(starts.shape[1])))
+
+
+def unit_body(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> Callable:
+    """`body(prefix, bank, x, context) -> prefix, bank, (caches, collected)` of a whole unit.
+
+    x is what `by_layer` takes apart, without the leading dimension over repetitions.
+    """
+    layers = unit_layers(starts, counts, remat)
+
+    def body(prefix, bank, x, context):
+        outputs = []
+        for run, own in zip(layers, by_layer(*x), strict=True):
+            prefix, bank, output = run(prefix, bank, own, context)
+            outputs.append(output)
+        return prefix, bank, tuple(zip(*outputs, strict=True))
 
     return body
+
+
+def by_layer(unit, caches, starts: jax.Array, counts: jax.Array) -> tuple[tuple, ...]:
+    """What each position of the unit reads: its layer, its cache or None, its start and count."""
+    caches = (None,) * len(unit.layers) if caches is None else caches
+    return tuple(
+        (layer, cache, starts[..., position], counts[..., position])
+        for position, (layer, cache) in enumerate(zip(unit.layers, caches, strict=True))
+    )

@@ -4,81 +4,96 @@ Reverse-mode differentiation of `lax.scan` keeps every step's carry. The bank of
 residuals is part of that carry, so N entries would be kept at each of n steps. But an entry never
 changes once written, and a step that reads only the entries written before it computes the same
 from the final bank. So the backward pass here keeps the running sums and *one* bank, and
-recomputes each step from them.
+recomputes each layer from them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+Body = Callable[[jax.Array, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Any]]
+
 
 def scan_write_once(
-    body: Callable[..., tuple[jax.Array, jax.Array, Any]],
-    prefix: jax.Array,
-    bank: jax.Array,
-    xs: Any,
-    constants: Any,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """`lax.scan` of `prefix, bank, y = body(prefix, bank, x, constants)`, fully recomputed.
+    bodies: Sequence[Body], prefix: jax.Array, bank: jax.Array, xs: Sequence[Any], constants: Any
+) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+    """`lax.scan` over the `bodies`, one after the other in each step, fully recomputed.
+
+    Each is `prefix, bank, y = body(prefix, bank, x, constants)`. The backward pass recomputes one
+    body at a time from the prefix that it began with.
 
     Args:
-        body: reads only bank entries that earlier steps wrote, writes each entry at most once, and
-            passes the others through. It must close over no arrays.
+        bodies: each reads only bank entries that were written before it began, writes each entry at
+            most once, and passes the others through. They must close over no arrays.
         prefix: the part of the carry that changes every step.
         bank: the write-once part.
-        xs: inputs with a leading dimension over steps; floating-point leaves get gradients.
-        constants: integer arrays that every step shares.
+        xs: per body, inputs with a leading dimension over steps; floating-point leaves get
+            gradients.
+        constants: integer arrays that all bodies share.
 
     Returns:
-        prefix and bank after the last step, and the stacked y.
+        prefix and bank after the last step, and per body the stacked y.
     """
-    leaves, treedef = jax.tree.flatten(xs)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
-    floats = tuple(leaf for leaf, keep in zip(leaves, is_float) if keep)
-    integers = tuple(leaf for leaf, keep in zip(leaves, is_float) if not keep)
+    steps, floats, integers = [], [], []
+    for body, x in zip(bodies, xs, strict=True):
+        leaves, treedef = jax.tree.flatten(x)
+        is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+        floats.append(tuple(leaf for leaf, keep in zip(leaves, is_float) if keep))
+        integers.append(tuple(leaf for leaf, keep in zip(leaves, is_float) if not keep))
+        steps.append(functools.partial(_call, body, treedef, tuple(is_float)))
+    return _scan(tuple(steps), prefix, bank, tuple(floats), tuple(integers), constants)
 
-    def step(prefix, bank, floats, integers, constants):
-        of_kind = {True: iter(floats), False: iter(integers)}
-        x = jax.tree.unflatten(treedef, [next(of_kind[keep]) for keep in is_float])
-        return body(prefix, bank, x, constants)
 
-    return _scan(step, prefix, bank, floats, integers, constants)
+def _call(body, treedef, is_float, prefix, bank, floats, integers, constants):
+    of_kind = {True: iter(floats), False: iter(integers)}
+    x = jax.tree.unflatten(treedef, [next(of_kind[keep]) for keep in is_float])
+    return body(prefix, bank, x, constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(step, prefix, bank, floats, integers, constants):
-    return _scan_forward(step, prefix, bank, floats, integers, constants)[0]
+def _scan(steps, prefix, bank, floats, integers, constants):
+    return _scan_forward(steps, prefix, bank, floats, integers, constants)[0]
 
 
-def _scan_forward(step, prefix, bank, floats, integers, constants):
+def _scan_forward(steps, prefix, bank, floats, integers, constants):
     def forward(carry, x):
         prefix, bank = carry
-        new_prefix, bank, y = step(prefix, bank, *x, constants)
-        return (new_prefix, bank), (prefix, y)
+        prefixes, ys = [], []
+        for step, own_floats, own_integers in zip(steps, *x, strict=True):
+            prefixes.append(prefix)
+            prefix, bank, y = step(prefix, bank, own_floats, own_integers, constants)
+            ys.append(y)
+        return (prefix, bank), (tuple(prefixes), tuple(ys))
 
     (last, bank), (prefixes, ys) = jax.lax.scan(forward, (prefix, bank), (floats, integers))
     return (last, bank, ys), (prefixes, bank, floats, integers, constants)
 
 
-def _scan_backward(step, residuals, cotangents):
+def _scan_backward(steps, residuals, cotangents):
     prefixes, bank, floats, integers, constants = residuals
     dprefix, dbank, dys = cotangents
 
     def backward(carry, x):
-        prefix, floats, integers, dy = x
+        dfloats = []
+        for step, prefix, own_floats, own_integers, dy in reversed(
+            list(zip(steps, *x, strict=True))
+        ):
 
-        def recompute(prefix, bank, floats):
-            prefix, bank, y = step(prefix, bank, floats, integers, constants)
-            return prefix, bank, _floats_of(y)
+            def recompute(prefix, bank, floats, step=step, integers=own_integers):
+                prefix, bank, y = step(prefix, bank, floats, integers, constants)
+                return prefix, bank, _floats_of(y)
 
-        _, pullback = jax.vjp(recompute, prefix, bank, floats)
-        dprefix, dbank, dfloats = pullback((*carry, dy))
-        return (dprefix, dbank), dfloats
+            # One body after the other: begun early, another's recomputation would need its room.
+            carry, prefix, own_floats = jax.lax.optimization_barrier((carry, prefix, own_floats))
+            _, pullback = jax.vjp(recompute, prefix, bank, own_floats)
+            *carry, dfloat = pullback((*carry, dy))
+            dfloats.append(dfloat)
+        return tuple(carry), tuple(reversed(dfloats))
 
-    xs = (prefixes, floats, integers, _floats_of(dys))
+    xs = (prefixes, floats, integers, tuple(map(_floats_of, dys)))
     (dprefix, dbank), dfloats = jax.lax.scan(backward, (dprefix, dbank), xs, reverse=True)
     return dprefix, dbank, dfloats, None, None
 
