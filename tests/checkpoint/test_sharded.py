@@ -127,5 +127,8 @@ def test_model_cut_over_tensor_is_saved_as_from_one_device(tmp_path):
 
 def test_dimension_that_does_not_divide_is_named():
     mesh = meshes.build_mesh(meshes.MeshShape(tensor=8))
-    with jax.set_mesh(mesh), pytest.raises(CheckpointError, match=r"A_log \(3,\): dimension .heads. of 3 does not div"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(CheckpointError, match=r"A_log \(3,\): dimension .heads. of 3 does not div"),
+    ):
         k3jax.load_hf(golden_case("mxfp4").checkpoint, rules=rules(heads="tensor"))
