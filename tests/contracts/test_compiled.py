@@ -17,9 +17,9 @@ from tests.contracts.reduced_step import LENGTH, ROWS, SHAPE, reduced
 pytestmark = pytest.mark.slow  # half a minute of one core
 
 # Kind -> instructions, those of `per_device` functions and those that moving arrays needs.
-COLLECTIVES = {"all-to-all": 17, "all-gather": 49, "all-reduce": 22, "reduce-scatter": 3}
+COLLECTIVES = {"all-to-all": 17, "all-gather": 47, "all-reduce": 22, "reduce-scatter": 3}
 # What the step holds beside its arguments: no array of the whole batch, and no whole parameters.
-MOST_TEMPORARIES = 8 << 20
+MOST_TEMPORARIES = 3 << 20
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def test_collectives_are_these(compiled):
 
 def test_arguments_are_the_bytes_of_the_plan(compiled):
     planned = argument_bytes(reduced(), SHAPE, Precision(), batch=ROWS, length=LENGTH).total
-    assert 0 <= compiled["memory"]["arguments"] - planned <= 64
+    # What a step does not read is left out: the narrow copy of a mixture over nothing.
+    assert abs(compiled["memory"]["arguments"] / planned - 1) <= 0.005
 
 
 def test_temporaries_are_bounded_and_results_replace_arguments(compiled):
