@@ -32,7 +32,8 @@ def show_header(console: Console, facts: Facts) -> None:
         console.print(
             f"precision: {precision['parameters']} parameters, master copy "
             f"{precision['master']}, {precision['optimizer']} with {precision['momentum']} "
-            "moments, float32 gradients, all units recomputed (--precision.* changes it)\n"
+            "moments, sums of gradients float32, every layer recomputed (--precision.* changes "
+            "it)\n"
         )
     else:
         experts = precision["experts"] if precision["experts"] != "same" else "no other"
@@ -82,7 +83,7 @@ def show_best(console: Console, facts: Facts, mesh: Facts) -> None:
         table.add_row(*cells)
     console.print(Padding(table, (0, 0, 0, 2)))
     again = ", recomputation included" if facts["use"] == "training" else ""
-    console.print(f"  {mesh['flops_per_device'] / 1e12:,.3g} TFLOP per device{again}")
+    console.print(f"  {_gigabytes(mesh['flops_per_device'] / 1e3)} TFLOP per device{again}")
     if mesh["transport"]:
         node = f" (node_size {mesh['node_size']})" if mesh["node_size"] else ""
         console.print(f"  routed rows travel by {mesh['transport']}{node}, balanced")

@@ -1,39 +1,44 @@
 """Peak bytes on one device.
 
-Arguments and gradients are exact. Activations follow a formula for full recomputation: what is
-kept between units (their inputs and one bank of residual blocks), and what is alive while one unit
-is differentiated (its intermediates, gathered weights, buffers of the exchange). Its constants
-stand in one table.
+Arguments and gradients are exact. Activations follow a formula for full recomputation: the inputs
+of the layers, kept for the backward pass, and what is alive while one layer is differentiated (its
+intermediates, gathered weights, buffers of the exchange). Its constants stand in one table.
 """
 
 import dataclasses
 
+from k3jax.config import LayerKind
 from k3jax.plan.caches import count_cache_bytes
 from k3jax.plan.local import Local
 from k3jax.plan.workload import BYTES
 
-# Arrays alive at once, each as a multiple of the width that stands beside it.
+# Arrays alive at once at the peak of a training step, which is the backward pass of a layer whose
+# intermediates were all recomputed (of a whole unit inside a pipeline), each as a multiple of the
+# width that stands beside it (in the type of activations, so a float32 array counts 2). Counted in
+# the compiler's list of live buffers for Kimi K3 on v5p:8x8x8 with fsdp 8 and expert 64.
 ALIVE: dict[str, float] = {
-    # While a unit is differentiated, per layer of the unit and token:
-    "kda_heads": 14.0,  # [H, K]: q, k, v raw and convolved, decays, gate, output, and gradients
-    "mla_heads": 8.0,  # [H, K]: queries, expanded keys and values, gate, output, and gradients
-    "rows_in": 2.0,  # [routes, C]: rows that arrived, and products that leave
-    "rows_hidden": 3.0,  # [routes, F]: gate, up, and their product
-    "shared_hidden": 4.0,  # [F]
-    "stream": 6.0,  # [D] of the residual stream: inputs of norms and of mixtures
-    # Per unit:
-    "weights": 2.0,  # gathered weights of its largest layer, and their gradients
-    "fetched": 2.0,  # the same of redundant experts
-    # Kept between units, per token:
-    "prefixes": 1.0,  # [D] per unit or written-out layer
-    "banks": 3.0,  # [D] per bank entry: the bank, its gradient, and a copy
-    # The head: logits are not formed at once, but in blocks of columns, in float32.
-    "head": 3.0,  # [D]
-    # In prefill and decode, per token: intermediates of a single layer.
+    # per layer that is recomputed at once, and token
+    "kda_heads": 19.0,  # [H, K]: q, k, v raw, convolved and as the kernel wants them; gate, output
+    "mla_heads": 8.3,  # [H, K]: queries, keys, values, gate, output, and their gradients
+    "rows_in": 2.0,  # [routes, C]: rows that arrived, rows that go back
+    "rows_hidden": 1.0,  # [routes, F]: the activation; gate and up are made again
+    "shared_hidden": 11.5,  # [F] of the shared experts, or of a dense layer
+    "latent": 4.3,  # [C]
+    "stream": 16.5,  # [D]: float32 inputs of norms, router and mixtures
+    "banks": 2.0,  # [blocks, D]: each mixture keeps the bank
+    # once, per token
+    "rows_in_once": 3.0,  # gradients of the layer in work
+    "rows_hidden_once": 3.0,
+    "banks_once": 3.0,  # the bank, its gradient, and a copy
+    "prefixes": 1.0,  # [D] per layer: what full recomputation keeps
+    # once
+    "dense_weights": 0.8,  # gathered weights of one layer, and their gradients
+    "routed_weights": 1.35,  # the same of experts, own and redundant ones
+    "head": 1.0,  # [D, W]: gradient of the output head, before it is cut
+    # in prefill and decode, per token: intermediates of a single layer
     "inference_heads": 6.0,
     "inference_rows": 3.0,
     "inference_stream": 6.0,
-    "reserved": 0.0,  # bytes: programs, and what the runtime keeps
 }
 
 
@@ -47,8 +52,8 @@ class Memory:
     other_arguments: int  # balancing biases, ids
     gradients: int
     caches: int
-    saved: int  # between units
-    intermediates: int  # of one unit
+    saved: int  # residual streams, for the backward pass
+    intermediates: int  # of one layer
     gathered_weights: int
     fetched_experts: int
     capacity: int
@@ -81,17 +86,17 @@ def peak_memory(local: Local, capacity: int) -> Memory:
         gradients += arguments.gradients
     ids = 8 * local.candidate.micro_batches * local.outside_tokens
     width = work.activation_bytes
+    saved, caches = 0.0, 0
     if training:
-        stream = local.stream * cfg.dim * width
-        kept = local.pipeline.kept_vectors if local.pipeline else local.facts.num_units
-        kept += local.facts.outside["all"] * local.outside_tokens / local.tokens
-        entries = local.facts.entries[-1]
-        saved = stream * (ALIVE["prefixes"] * kept + ALIVE["banks"] * entries)
-        saved += stream * ALIVE["head"]
+        facts = local.facts
+        kept = facts.num_units * facts.in_unit["all"]
+        if local.pipeline:  # of units, and banks of the micro-batches on their way
+            kept = local.pipeline.kept_vectors
+        kept += facts.outside["all"] * local.outside_tokens / local.tokens
+        saved = ALIVE["prefixes"] * kept * local.stream * cfg.dim * width
         intermediates = _training_intermediates(local) * width
-        caches = 0
     else:
-        saved, intermediates = 0.0, _inference_intermediates(local) * width
+        intermediates = _inference_intermediates(local) * width
         caches = cache_bytes(local)
     weights, fetched = _used_weights(local)
     return Memory(
@@ -102,9 +107,9 @@ def peak_memory(local: Local, capacity: int) -> Memory:
         gradients=round(gradients),
         caches=caches,
         saved=round(saved),
-        intermediates=round(intermediates + ALIVE["reserved"]),
-        gathered_weights=round(weights * (ALIVE["weights"] if training else 1)),
-        fetched_experts=round(fetched * (ALIVE["fetched"] if training else 1)),
+        intermediates=round(intermediates),
+        gathered_weights=round(weights),
+        fetched_experts=round(fetched),
         capacity=capacity,
     )
 
@@ -119,25 +124,41 @@ def cache_bytes(local: Local) -> int:
 
 
 def _training_intermediates(local: Local) -> float:
-    """Values alive while one unit is differentiated."""
-    cfg, tensor = local.cfg, local.shape.tensor
-    heads = rows = shared = 0.0
+    """Values alive while a layer, or a unit of a pipeline, is differentiated."""
+    cfg, blocks = local.cfg, local.facts.entries[-1]
     kinds = local.facts.unit_kinds or cfg.layer_kinds[-1:]
-    for kind in kinds:
-        if kind.attention == "kda":
-            heads += ALIVE["kda_heads"] * cfg.kda.num_heads * cfg.kda.head_dim
-        else:
-            heads += ALIVE["mla_heads"] * cfg.mla.num_heads * cfg.mla.qk_head_dim
-        if kind.feed_forward == "moe":
-            routes = cfg.moe.experts_per_token
-            hidden = cfg.moe.expert_hidden_dim / tensor
-            rows += routes * (ALIVE["rows_in"] * local.expert_width)
-            rows += routes * ALIVE["rows_hidden"] * hidden
-            shared += ALIVE["shared_hidden"] * cfg.moe.num_shared_experts * hidden
-        else:
-            shared += ALIVE["shared_hidden"] * cfg.ffn_dim / tensor
-    stream = ALIVE["stream"] * cfg.dim * len(kinds)
-    return local.tokens * (heads / tensor + rows + shared) + local.stream * stream
+    values = [_layer_values(local, kind, blocks) for kind in kinds]
+    total = sum(values) if local.pipeline else max(values)
+    if any(kind.feed_forward == "moe" for kind in kinds):
+        once = _rows(local, ALIVE["rows_in_once"], ALIVE["rows_hidden_once"])
+        total += local.tokens * once
+    total += local.stream * ALIVE["banks_once"] * blocks * cfg.dim
+    return total + ALIVE["head"] * cfg.dim * cfg.vocab_size / local.shape.tensor
+
+
+def _layer_values(local: Local, kind: LayerKind, blocks: int) -> float:
+    """Values that one layer's backward pass needs, and makes."""
+    cfg = local.cfg
+    if kind.attention == "kda":
+        whole = ALIVE["kda_heads"] * cfg.kda.num_heads * cfg.kda.head_dim
+    else:
+        whole = ALIVE["mla_heads"] * cfg.mla.num_heads * cfg.mla.qk_head_dim
+    hidden, pieces, rows = cfg.ffn_dim, ALIVE["stream"] * cfg.dim, 0.0
+    if kind.feed_forward == "moe":
+        hidden = cfg.moe.num_shared_experts * cfg.moe.expert_hidden_dim
+        rows = _rows(local, ALIVE["rows_in"], ALIVE["rows_hidden"])
+        pieces += ALIVE["latent"] * (cfg.moe.latent_dim or 0)
+    if cfg.attention_residual_block is not None:
+        pieces += ALIVE["banks"] * blocks * cfg.dim
+    whole = (whole + ALIVE["shared_hidden"] * hidden) / local.shape.tensor + rows
+    return local.tokens * whole + local.stream * pieces
+
+
+def _rows(local: Local, times_in: float, times_hidden: float) -> float:
+    """Values of routed rows per token."""
+    moe = local.cfg.moe
+    hidden = times_hidden * moe.expert_hidden_dim / local.shape.tensor
+    return moe.experts_per_token * (times_in * local.expert_width + hidden)
 
 
 def _inference_intermediates(local: Local) -> float:
@@ -157,16 +178,19 @@ def _inference_intermediates(local: Local) -> float:
 
 
 def _used_weights(local: Local) -> tuple[float, float]:
-    """Bytes of the gathered weights of the largest layer, and of as many redundant experts."""
+    """Bytes of one layer's weights while they are used, and of as many redundant experts."""
     gathered = fetched = 0.0
+    training = local.work.use == "training"
     width = BYTES[local.work.precision.parameters]
     has_units = any(group.part == "unit" for group in local.weights)
     layers = max(1, len(local.facts.unit_kinds))
     for group in local.weights:
         if not group.trained or group.part != ("unit" if has_units else "layer"):
             continue
+        size = width * group.used / layers
+        times = ALIVE["routed_weights" if group.is_routed else "dense_weights"] if training else 1.0
         if group.gathered_over:
-            gathered += width * group.used / layers
+            gathered += times * size
         if group.is_routed and local.shape.expert > 1 and local.work.use != "decode":
-            fetched += width * group.used / layers
+            fetched += times * size
     return gathered, fetched
