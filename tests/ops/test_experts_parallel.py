@@ -99,13 +99,10 @@ SKEWED = (4, "skewed")
 SAME = (4, "same")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
-    [
-        {"fsdp": 2, "context": 2, "tensor": 2},
-        pytest.param({"fsdp": 4}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-    ],
+    [{"fsdp": 2, "context": 2, "tensor": 2}, {"fsdp": 4}, {"data": 2, "tensor": 2}],
     ids=str,
 )
 def test_stored_pieces_and_hidden_width_equal_one_device(shape):
@@ -133,8 +130,9 @@ def slow(*parameters):
 @pytest.mark.parametrize(
     "shape, routing, parallel",
     [
-        ({"expert": 4}, SKEWED, {}),
+        ({"fsdp": 2, "expert": 2}, SKEWED, {}),
         slow({"expert": 2}, SAME, {}),
+        slow({"expert": 4}, SKEWED, {}),
         slow({"expert": 8}, SKEWED, {}),
         slow({"expert": 8}, SAME, {"transport": "hierarchical", "node_size": 2}),
         slow({"expert": 4}, SKEWED, {"transport": "gather", "expert_chunks": 3}),
