@@ -60,9 +60,9 @@ def test_test_folders_mirror_the_packages():
     """tests/nn belongs to k3jax/nn; meshes, pallas_kernels and experiments keep their names.
 
     tests/pallas_kernels holds what every implementation must do, tests/kernels what only shows on
-    interpreted and described chips.
+    interpreted and described chips, tests/contracts what the whole step must be on many devices.
     """
-    packages = {"meshes", "pallas_kernels", "kernels", "experiments", "golden"}
+    packages = {"meshes", "pallas_kernels", "kernels", "experiments", "golden", "contracts"}
     packages |= {folder.name for folder in (ROOT / "k3jax").iterdir() if folder.is_dir()}
     folders = {
         folder.name
