@@ -34,6 +34,7 @@ class Machine:
     micro_batches: int = 1
     rule: str = "momentum"
     parallel: dict = dataclasses.field(default_factory=dict)  # fields of `k3jax.ops.Parallel`
+    is_shallow: bool = False  # `shallow_k3` in place of all layers
 
 
 MACHINES = {
@@ -53,6 +54,20 @@ MACHINES = {
     ),
     "h200-2048": Machine(chips="h200:2048", shape=MeshShape(fsdp=32, expert=64), batch=2048),
 }
+
+
+def shallow_k3():
+    """Kimi K3 at its full widths: one written-out layer, a scan over two with experts."""
+    from k3jax.config import K3Config
+
+    return dataclasses.replace(
+        K3Config.kimi_k3(),
+        num_layers=3,
+        kda_layers=(1,),
+        full_attention_layers=(2, 3),
+        attention_residual_block=2,
+        vision=None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +124,7 @@ def _worker(question: dict) -> None:
     text = question.pop("text")
     try:
         step = compile_step(
-            K3Config.kimi_k3(),
+            shallow_k3() if question["is_shallow"] else K3Config.kimi_k3(),
             MeshShape(**question["shape"]),
             question["chips"],
             batch=question["batch"],

@@ -1,5 +1,6 @@
 """The whole training step of Kimi K3 compiled for pods that are not here: real bytes per device."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 
 import meshes
 from experiments.aot_training import MACHINES, compile_machine
+
+MACHINES = MACHINES | {"v5p-512-shallow": dataclasses.replace(MACHINES["v5p-512"], is_shallow=True)}
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
@@ -49,25 +52,31 @@ def compiled():
     return record
 
 
-@pytest.mark.parametrize("name", ["v5p-512", "h200-1024"])
-def test_the_step_fits_its_chips(compiled, name):
-    record = compiled(name)
+def check(record):
     assert "error" not in record, record["error"]
     assert record["peak"] <= meshes.hardware(record["chips"]).chip.memory_bytes
-    assert record["compile_seconds"] <= 300
     assert record["host_bytes"] <= 12e9
+    assert record["compile_seconds"] <= 300
 
 
-def test_results_replace_the_state_they_come_from(compiled):
-    record = compiled("v5p-512")
+@pytest.mark.parametrize("name", ["v5p-512", "tpu7x-512", "h200-1024", "v5p-4096"])
+def test_the_whole_step_fits_its_chips(compiled, name):
+    """All 93 layers; several minutes and gigabytes each."""
+    if not os.environ.get("K3JAX_AOT_FULL"):
+        pytest.skip("NOT RUN: several minutes each; K3JAX_AOT_FULL=1 runs it")
+    check(compiled(name))
+
+
+def test_layers_at_full_width_fit_and_replace_the_state_they_come_from(compiled):
+    record = compiled("v5p-512-shallow")
+    check(record)
     assert record["aliased"] > 0.999 * record["arguments"]
 
 
-def test_collectives_run_beside_compute(compiled):
-    """By kind: asynchronous pairs of the schedule with compute between start and done."""
-    overlaps = compiled("v5p-512")["overlapped"]
-    for kind in ("all-gather", "ragged-all-to-all"):
-        assert overlaps[kind]["overlapped"] >= 1, overlaps
+def test_exchanges_run_beside_compute(compiled):
+    """Asynchronous pairs of the schedule with compute between start and done."""
+    exchanges = compiled("v5p-512-shallow")["overlapped"]["ragged-all-to-all"]
+    assert exchanges["overlapped"] >= 0.5 * exchanges["pairs"] > 0, exchanges
 
 
 OPTIONS = """

@@ -5,14 +5,13 @@ an array moves between two places; `test_compiled` and `test_aot` show those.
 """
 
 import collections
-import dataclasses
 import math
 import re
 
 import jax
 import pytest
 
-from k3jax.config import K3Config
+from experiments.aot_training import shallow_k3
 from k3jax.model import abstract_model
 from k3jax.nn.parameters import variable_specs
 from k3jax.plan.arguments import argument_bytes
@@ -26,18 +25,6 @@ BATCH, LENGTH = 1024, 8192
 # Kind -> instructions in the program. Each loop body counts once. A changed number is a changed
 # program: say why where it is changed here.
 COLLECTIVES = {"all_gather": 22, "all_reduce": 75, "ragged_all_to_all": 40, "reduce_scatter": 6}
-
-
-def shallow() -> K3Config:
-    """Kimi K3 at its full widths, one written-out layer and a scan over two with experts."""
-    return dataclasses.replace(
-        K3Config.kimi_k3(),
-        num_layers=3,
-        kda_layers=(1,),
-        full_attention_layers=(2, 3),
-        attention_residual_block=2,
-        vision=None,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +44,12 @@ def lowered():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "make_optimizer", recording)
         config = abstract.large_scale_config(BATCH, LENGTH)
-        program, state = abstract.lower_step(shallow(), SHAPE, config, chip="v5p")
+        program, state = abstract.lower_step(shallow_k3(), SHAPE, config, chip="v5p")
     return program.as_text(), state, gradients
 
 
 def specs_by_rule() -> dict:
-    model = abstract_model(shallow())
+    model = abstract_model(shallow_k3())
     with jax.sharding.use_abstract_mesh(abstract_mesh(SHAPE)):
         return variable_specs(model)
 
@@ -106,7 +93,7 @@ def test_arguments_are_the_bytes_of_the_plan(lowered):
         for array in jax.tree.leaves(state)
     )
     found += 2 * 4 * BATCH * LENGTH // SHAPE.num_devices
-    planned = argument_bytes(shallow(), SHAPE, Precision(), batch=BATCH, length=LENGTH).total
+    planned = argument_bytes(shallow_k3(), SHAPE, Precision(), batch=BATCH, length=LENGTH).total
     counters = 64  # numbers of steps, the random key
     assert 0 <= found - planned <= counters, (found, planned)
 
