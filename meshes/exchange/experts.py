@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from meshes.axes import EXPERT
 from meshes.exchange.layout import Layout
 from meshes.exchange.rows import Plan
-from meshes.exchange.transport import check_buffer, current_platform
+from meshes.exchange.transport import check_buffer, choose_transport
 
 # Gradients on their way home are held in slices of about so many bytes.
 SLICE_BYTES = 256 * 2**20
@@ -58,7 +58,7 @@ _fetch_trained.defvjp(_forward, _backward)
 def _form(transport: str) -> str:
     """How experts move: rows that go through nodes leave the experts to the platform's form."""
     if transport == "hierarchical":
-        return "padded" if current_platform() == "cpu" else "ragged"
+        return choose_transport()
     return transport
 
 

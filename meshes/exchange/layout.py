@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshes.axes import EXPERT
 from meshes.balance import Pieces, RankPlan, balanced_plan, keep_within, lay_out, plain_plan
+from meshes.shard import has_mesh
 from meshes.sort import stable_order
 
 
@@ -80,7 +81,7 @@ def exchange_counts(ids: jax.Array, num_experts: int) -> jax.Array:
     `dispatch`: then no chunk waits for its counts.
     """
     counts = count_routes(ids, num_experts)
-    return jax.lax.all_gather(counts, EXPERT)
+    return jax.lax.all_gather(counts, EXPERT) if has_mesh() else counts[None]
 
 
 def sort_routes(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -9,21 +9,26 @@ MODES = ("balanced", "plain")
 LARGEST_BUFFER = 2 * 2**30  # bytes
 
 
-def current_platform() -> str:
-    """Platform of the mesh in force (real or described), else of jax's default backend."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+def current_platform() -> str | None:
+    """Platform of the mesh in force (real or described); without a mesh jax's default backend.
+
+    None for an abstract mesh, of which nobody has said what its devices are.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    described = getattr(mesh, "abstract_device", None)
     if described is not None and described.platform:
         return described.platform
-    return jax.default_backend()
+    return jax.default_backend() if mesh.empty else None
 
 
 def choose_transport(platform: str | None = None) -> str:
     """What `transport=None` means: "ragged" on TPU and GPU, "padded" on CPU, which has no ragged.
 
     Args:
-        platform: for example "tpu"; default: `current_platform()`.
+        platform: for example "tpu"; default: `current_platform()`, else jax's default backend.
     """
-    return "padded" if (platform or current_platform()) == "cpu" else "ragged"
+    platform = platform or current_platform() or jax.default_backend()
+    return "padded" if platform == "cpu" else "ragged"
 
 
 def check_transport(

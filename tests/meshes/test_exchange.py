@@ -106,19 +106,23 @@ def test_bfloat16_is_added_in_float32(transport, node_size):
 
 def dispatched(num_experts=8, tokens=4, width=3, num_ranks=4, dtype=jnp.float32, **options):
     """Shapes of a dispatch and of fetched experts, nothing runs."""
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        return traced(num_experts, tokens, width, num_ranks, dtype, **options)
+
+
+def traced(num_experts, tokens, width, num_ranks, dtype, **options):
 
     def local(x, ids, weight):
         d = meshes.dispatch(x, ids, num_experts=num_experts, **options)
         return d.rows, meshes.with_fetched(weight, d)
 
     spec = P("expert")
-    with jax.set_mesh(expert_mesh(num_ranks)):
-        return jax.eval_shape(
-            meshes.per_device(local, (spec,) * 3, spec),
-            jax.ShapeDtypeStruct((num_ranks * tokens, width), dtype),
-            jax.ShapeDtypeStruct((num_ranks * tokens, 2), jnp.int32),
-            jax.ShapeDtypeStruct((2 * num_ranks, width, width), dtype),
-        )
+    return jax.eval_shape(
+        meshes.per_device(local, (spec,) * 3, spec),
+        jax.ShapeDtypeStruct((num_ranks * tokens, width), dtype),
+        jax.ShapeDtypeStruct((num_ranks * tokens, 2), jnp.int32),
+        jax.ShapeDtypeStruct((2 * num_ranks, width, width), dtype),
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,3 +164,14 @@ def test_transport_follows_the_platform():
     assert meshes.choose_transport("tpu") == meshes.choose_transport("cuda") == "ragged"
     assert meshes.choose_transport() == "padded"
     assert transports.current_platform() == "cpu"
+    with jax.set_mesh(expert_mesh(2)):
+        assert transports.current_platform() == "cpu"
+
+
+def test_programs_for_machines_without_a_name_may_ask_for_ragged():
+    mesh = meshes.abstract_mesh(meshes.MeshShape(expert=4))
+    with jax.sharding.use_abstract_mesh(mesh):
+        rows, held = traced(8, 5, 3, 4, jnp.bfloat16, transport="ragged")
+        assert transports.current_platform() is None
+        assert meshes.choose_transport() == "padded"
+    assert rows.shape == (4 * 10, 3) and held.shape == (16, 3, 3)
