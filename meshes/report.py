@@ -70,14 +70,12 @@ def _computations(text: str) -> dict[str, list[tuple[str, str | None, str, str]]
             current = blocks.setdefault(header[1], []) if header else []
         elif match := _INSTRUCTION.match(line):
             current.append((match[1], match[2], f"{match[2]}({match[3]}"))
-    inner = {name: _kind_within(lines) for name, lines in blocks.items()}
-    wrapped = {
-        match[1]
-        for lines in blocks.values()
-        for name, opcode, rest in lines
-        if _is_wrapper(name, opcode)
-        for match in _CALLED.finditer(rest)
-    }
+    inner, wrapped = {}, set()
+    for lines in blocks.values():
+        for name, opcode, rest in lines:
+            if _is_wrapper(name, opcode):
+                for called in _CALLED.findall(rest):
+                    inner[called] = _kind_within(called, blocks, wrapped)
     result = {}
     for block, lines in blocks.items():
         if block in wrapped:  # counted where it is called
@@ -113,8 +111,15 @@ def _kind(opcode: str) -> str | None:
     return base if base in KINDS else None
 
 
-def _kind_within(lines: list[tuple[str, str, str]]) -> str | None:
-    return next((kind for _, opcode, _ in lines if (kind := _kind(opcode))), None)
+def _kind_within(name: str, blocks: dict, seen: set[str]) -> str | None:
+    """Kind of the collective in a computation or in one that it calls; all become `seen`."""
+    seen.add(name)
+    found = None
+    for _, opcode, rest in blocks.get(name, ()):
+        found = found or _kind(opcode)
+        for called in _CALLED.findall(rest):
+            found = found or _kind_within(called, blocks, seen)
+    return found
 
 
 def _computes(rest: str) -> bool:

@@ -10,9 +10,14 @@ from meshes.compile_options import TABLE
 PROGRAM = """\
 HloModule jit_f, is_scheduled=true
 
+%called (q: f32[8]) -> f32[64] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %inside = f32[64]{0} all-to-all(%q), replica_groups={{0,1}}
+}
+
 %wrapped (p: f32[8]) -> f32[64] {
   %p = f32[8]{0} parameter(0)
-  ROOT %inside = f32[64]{0} all-to-all(%p), replica_groups={{0,1}}
+  ROOT %call = f32[64]{0} call(%p), to_apply=%called
 }
 
 %body (t: (f32[8], f32[8])) -> (f32[8], f32[8]) {
