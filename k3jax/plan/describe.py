@@ -6,7 +6,7 @@ from typing import Any
 import meshes
 from k3jax.plan.constraints import mesh_findings
 from k3jax.plan.flops import TRAINING_FACTOR, count_flops_per_token
-from k3jax.plan.memory import ALIVE, Memory
+from k3jax.plan.memory import ALIVE, RECOMPUTED, Memory
 from k3jax.plan.search import MEMORY_MARGIN, Costed, Plan
 from k3jax.plan.timing import MEMORY_EFFICIENCY, PRODUCT_EFFICIENCY, StepTime
 from k3jax.plan.traffic import FETCHED_SHARE, HIDDEN
@@ -44,7 +44,7 @@ def describe_plan(plan: Plan, model: str) -> dict[str, Any]:
             "memory_margin": MEMORY_MARGIN,
             "fetched_share": FETCHED_SHARE,
             "hidden_share": dict(HIDDEN),
-            "arrays_alive": dict(ALIVE),
+            "arrays_alive": {"once": ALIVE} | RECOMPUTED,
         },
         "considered": plan.considered,
         "meshes": [

@@ -12,33 +12,50 @@ from k3jax.plan.caches import count_cache_bytes
 from k3jax.plan.local import Local
 from k3jax.plan.workload import BYTES
 
-# Arrays alive at once at the peak of a training step, which is the backward pass of a layer whose
-# intermediates were all recomputed (of a whole unit inside a pipeline), each as a multiple of the
-# width that stands beside it (in the type of activations, so a float32 array counts 2). Counted in
-# the compiler's list of live buffers for Kimi K3 on v5p:8x8x8 with fsdp 8 and expert 64.
+# Arrays alive at once at the peak of a training step, each as a multiple of the width that stands
+# beside it (in the type of activations, so a float32 array counts 2). Counted in the compiler's
+# lists of live buffers for Kimi K3, 8,192 tokens per device, on v5p:8x8x8 (fsdp 8, expert 64) and
+# tpu7x:8x8x8 (fsdp 16, expert 64). They add up to +5 % and -8 % of what it allocates there.
 ALIVE: dict[str, float] = {
-    # per layer that is recomputed at once, and token
-    "kda_heads": 19.0,  # [H, K]: q, k, v raw, convolved and as the kernel wants them; gate, output
-    "mla_heads": 8.3,  # [H, K]: queries, keys, values, gate, output, and their gradients
-    "rows_in": 2.0,  # [routes, C]: rows that arrived, rows that go back
-    "rows_hidden": 1.0,  # [routes, F]: the activation; gate and up are made again
-    "shared_hidden": 11.5,  # [F] of the shared experts, or of a dense layer
-    "latent": 4.3,  # [C]
-    "stream": 16.5,  # [D]: float32 inputs of norms, router and mixtures
-    "banks": 2.0,  # [blocks, D]: each mixture keeps the bank
-    # once, per token
-    "rows_in_once": 3.0,  # gradients of the layer in work
-    "rows_hidden_once": 3.0,
-    "banks_once": 3.0,  # the bank, its gradient, and a copy
+    # once, per token, while a layer is differentiated
+    "rows_in": 3.0,  # [routes, C]: gradients of the routed rows
+    "rows_hidden": 3.0,  # [routes, F]
+    "banks": 3.0,  # [blocks, D]: the bank, its gradient, and a copy
     "prefixes": 1.0,  # [D] per layer: what full recomputation keeps
     # once
     "dense_weights": 0.8,  # gathered weights of one layer, and their gradients
-    "routed_weights": 1.35,  # the same of experts, own and redundant ones
+    # the same of experts, own and redundant ones: gradients of up to three layers wait for their
+    # reduction (none on v5p:8x8x8, nine matrices on tpu7x:8x8x8; this is between them)
+    "routed_weights": 5.5,
     "head": 1.0,  # [D, W]: gradient of the output head, before it is cut
     # in prefill and decode, per token: intermediates of a single layer
     "inference_heads": 6.0,
     "inference_rows": 3.0,
     "inference_stream": 6.0,
+}
+# The same of what is recomputed, per token. Without a pipeline that is one layer at a time, while
+# parts of its neighbour still stand; inside a pipeline it is each layer of a unit.
+RECOMPUTED: dict[str, dict[str, float]] = {
+    "layer": {
+        "kda_heads": 30.0,  # [H, K]: q, k, v raw, convolved and for the kernel; gate, output
+        "mla_heads": 6.7,  # [H, K]: queries, keys, values, gate, output
+        "rows_in": 2.0,  # [routes, C]: rows that arrived, rows that go back
+        "rows_hidden": 1.0,  # [routes, F]: the activation; gate and up are made again
+        "shared_hidden": 9.0,  # [F] of the shared experts, or of a dense layer
+        "latent": 10.0,  # [C]
+        "stream": 50.0,  # [D]: inputs of norms, router and mixtures, some of them float32
+        "banks": 2.0,  # [blocks, D]: each mixture keeps the bank
+    },
+    "unit": {
+        "kda_heads": 19.0,
+        "mla_heads": 8.3,
+        "rows_in": 2.0,
+        "rows_hidden": 1.0,
+        "shared_hidden": 11.5,
+        "latent": 4.3,
+        "stream": 16.5,
+        "banks": 2.0,
+    },
 }
 
 
@@ -127,38 +144,49 @@ def _training_intermediates(local: Local) -> float:
     """Values alive while a layer, or a unit of a pipeline, is differentiated."""
     cfg, blocks = local.cfg, local.facts.entries[-1]
     kinds = local.facts.unit_kinds or cfg.layer_kinds[-1:]
-    values = [_layer_values(local, kind, blocks) for kind in kinds]
-    total = sum(values) if local.pipeline else max(values)
+    if local.pipeline:
+        total = sum(
+            _attention_values(local, kind) + _other_values(local, kind, "unit") for kind in kinds
+        )
+    else:
+        total = max(_other_values(local, kind, "layer") for kind in kinds)
+        by_attention = {kind.attention: _attention_values(local, kind) for kind in kinds}
+        total += sum(by_attention.values())
     if any(kind.feed_forward == "moe" for kind in kinds):
-        once = _rows(local, ALIVE["rows_in_once"], ALIVE["rows_hidden_once"])
-        total += local.tokens * once
-    total += local.stream * ALIVE["banks_once"] * blocks * cfg.dim
+        total += local.tokens * _rows(local, ALIVE)
+    total += local.stream * ALIVE["banks"] * blocks * cfg.dim
     return total + ALIVE["head"] * cfg.dim * cfg.vocab_size / local.shape.tensor
 
 
-def _layer_values(local: Local, kind: LayerKind, blocks: int) -> float:
-    """Values that one layer's backward pass needs, and makes."""
-    cfg = local.cfg
+def _attention_values(local: Local, kind: LayerKind) -> float:
+    """Values of one layer's attention."""
+    cfg, alive = local.cfg, RECOMPUTED["unit" if local.pipeline else "layer"]
     if kind.attention == "kda":
-        whole = ALIVE["kda_heads"] * cfg.kda.num_heads * cfg.kda.head_dim
+        width = alive["kda_heads"] * cfg.kda.num_heads * cfg.kda.head_dim
     else:
-        whole = ALIVE["mla_heads"] * cfg.mla.num_heads * cfg.mla.qk_head_dim
-    hidden, pieces, rows = cfg.ffn_dim, ALIVE["stream"] * cfg.dim, 0.0
+        width = alive["mla_heads"] * cfg.mla.num_heads * cfg.mla.qk_head_dim
+    return local.tokens * width / local.shape.tensor
+
+
+def _other_values(local: Local, kind: LayerKind, recomputed: str) -> float:
+    """Values of one layer's feed-forward, norms and mixtures."""
+    cfg, alive = local.cfg, RECOMPUTED[recomputed]
+    hidden, pieces, rows = cfg.ffn_dim, alive["stream"] * cfg.dim, 0.0
     if kind.feed_forward == "moe":
         hidden = cfg.moe.num_shared_experts * cfg.moe.expert_hidden_dim
-        rows = _rows(local, ALIVE["rows_in"], ALIVE["rows_hidden"])
-        pieces += ALIVE["latent"] * (cfg.moe.latent_dim or 0)
+        rows = _rows(local, alive)
+        pieces += alive["latent"] * (cfg.moe.latent_dim or 0)
     if cfg.attention_residual_block is not None:
-        pieces += ALIVE["banks"] * blocks * cfg.dim
-    whole = (whole + ALIVE["shared_hidden"] * hidden) / local.shape.tensor + rows
+        pieces += alive["banks"] * local.facts.entries[-1] * cfg.dim
+    whole = alive["shared_hidden"] * hidden / local.shape.tensor + rows
     return local.tokens * whole + local.stream * pieces
 
 
-def _rows(local: Local, times_in: float, times_hidden: float) -> float:
+def _rows(local: Local, alive: dict[str, float]) -> float:
     """Values of routed rows per token."""
     moe = local.cfg.moe
-    hidden = times_hidden * moe.expert_hidden_dim / local.shape.tensor
-    return moe.experts_per_token * (times_in * local.expert_width + hidden)
+    hidden = alive["rows_hidden"] * moe.expert_hidden_dim / local.shape.tensor
+    return moe.experts_per_token * (alive["rows_in"] * local.expert_width + hidden)
 
 
 def _inference_intermediates(local: Local) -> float:
