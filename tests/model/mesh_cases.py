@@ -27,7 +27,13 @@ from k3jax.model.k3 import stack_collected
 from k3jax.nn.initializers import Constant, Normal
 from k3jax.nn.moe import LatentMoE
 from k3jax.nn.parameters import named_variables
-from tests.small_configs import on_mesh, pattern_config, random_tokens, rows_on_mesh
+from tests.small_configs import (
+    on_mesh,
+    pattern_config,
+    quick_jit,
+    random_tokens,
+    rows_on_mesh,
+)
 from tests.vision_cases import PLACEHOLDER, random_media, seeing
 
 # Of each tensor's largest entry, float32.
@@ -173,8 +179,7 @@ def compiled(*, recorded: bool):
         with context():
             return loss_and_gradients(*args)
 
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-    return jax.jit(run, static_argnums=(4, 5), compiler_options=options)
+    return quick_jit(run, static_argnums=(4, 5))
 
 
 @contextlib.contextmanager
