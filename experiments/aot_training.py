@@ -39,7 +39,7 @@ class Machine:
 
 MACHINES = {
     "v5p-512": Machine(chips="v5p:8x8x8", shape=MeshShape(fsdp=8, expert=64), batch=512),
-    # Pieces of a dimension below 128 are padded to it on TPU: fsdp 64 cuts 3584 into 56.
+    # 7168 divides by 64, not by 64 x 64: what is no routed expert lies in 64 pieces.
     "v5p-4096": Machine(chips="v5p:16x16x16", shape=MeshShape(fsdp=64, expert=64), batch=4096),
     "tpu7x-512": Machine(chips="tpu7x:8x8x8", shape=MeshShape(fsdp=16, expert=64), batch=1024),
     "h200-1024": Machine(chips="h200:1024", shape=MeshShape(fsdp=16, expert=64), batch=1024),
