@@ -56,7 +56,6 @@ def check(record):
     assert "error" not in record, record["error"]
     assert record["peak"] <= meshes.hardware(record["chips"]).chip.memory_bytes
     assert record["host_bytes"] <= 12e9
-    assert record["compile_seconds"] <= 300
 
 
 @pytest.mark.parametrize("name", ["v5p-512", "tpu7x-512", "h200-1024", "v5p-4096"])
@@ -65,6 +64,7 @@ def test_the_whole_step_fits_its_chips(compiled, name):
     if not os.environ.get("K3JAX_AOT_FULL"):
         pytest.skip("NOT RUN: several minutes each; K3JAX_AOT_FULL=1 runs it")
     check(compiled(name))
+    assert compiled(name)["compile_seconds"] <= 300  # of two cores that do nothing else
 
 
 def test_layers_at_full_width_fit_and_replace_the_state_they_come_from(compiled):
