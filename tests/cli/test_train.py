@@ -105,6 +105,7 @@ def killed_runs_continue_exactly(command, tmp_path, kills, seed):
     assert len(described["resumed"]) == kills
 
 
+@pytest.mark.slow
 def test_run_killed_at_a_random_step_resumes_with_the_identical_curve(command, tmp_path):
     killed_runs_continue_exactly(command, tmp_path, kills=1, seed=0)
 

@@ -162,6 +162,7 @@ def test_debug_checks_reach_a_checkified_program_of_the_user(model, tokens, cach
         error.throw()
 
 
+@pytest.mark.slow
 def test_debug_checks_leave_right_calls_alone(model, tokens, monkeypatch):
     expected = k3jax.generate(model, tokens, max_new_tokens=2, temperature=0)
     monkeypatch.setenv("K3JAX_DEBUG", "1")

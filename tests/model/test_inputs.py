@@ -47,6 +47,7 @@ def test_weights_that_are_not_finite_write_no_text(model):
         k3jax.generate(broken, np.zeros((1, 4), np.int32), max_new_tokens=2)
 
 
+@pytest.mark.slow
 def test_decoding_where_64_bit_types_are_on(model):
     tokens = np.arange(6, dtype=np.int32)[None]
     expected = k3jax.generate(model, tokens, max_new_tokens=3, temperature=0.0)

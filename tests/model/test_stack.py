@@ -79,14 +79,20 @@ def test_every_parameter_gets_a_gradient(five):
             assert np.any(gradient), name
 
 
-@pytest.mark.parametrize("options", [{"scan": False}, {"remat": "dots"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"scan": False}, pytest.param({"remat": "dots"}, marks=pytest.mark.slow)], ids=str
+)
 def test_scan_and_remat_change_nothing(five, options):
     model, tokens, expected = five
     assert_same(value_and_gradients(model, tokens, **options), expected)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "block", "dense"), [("KKKM" * 3 + "M", 5, 13), ("KM" * 5, 3, 0)]
+    ("pattern", "block", "dense"),
+    [
+        pytest.param("KKKM" * 3 + "M", 5, 13, marks=pytest.mark.slow),
+        ("KM" * 5, 3, 0),
+    ],
 )
 def test_write_once_scan_equals_the_plain_scan(pattern, block, dense):
     """Blocks begin at different places of the repeating unit, some inside of it."""

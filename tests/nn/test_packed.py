@@ -91,5 +91,5 @@ def test_packed_matrix_names_shapes_and_metadata(layers):
     gate = packed.expert_gate
     assert isinstance(gate, PackedMatrix) and gate.shape == (5, 32, 64)
     assert gate.codes.shape == (5, 64, 16) and gate.scales.shape == (5, 64, 1)
-    assert gate.codes.get_metadata()["dims"] == ("experts", "ffn", "latent")
-    assert decoded.expert_gate.get_metadata()["dims"] == ("experts", "latent", "ffn")
+    assert gate.codes.get_metadata()["dims"] == ("experts", "ffn", "expert_latent")
+    assert decoded.expert_gate.get_metadata()["dims"] == ("experts", "expert_latent", "ffn")

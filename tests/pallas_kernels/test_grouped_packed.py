@@ -176,6 +176,7 @@ def test_numpy_arrays_are_taken():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_sizes", [(3, 0, 2), (25, 0, 14)])
 def test_packed_product_in_64_bit_mode(group_sizes):
     """Counters of loops are int64 there; float64 rows keep their precision."""

@@ -75,6 +75,7 @@ def test_run_directory_is_complete(finished):
         assert words in printed
 
 
+@pytest.mark.slow
 def test_a_run_reads_pictures_that_it_kept(finished):
     _, path, _ = finished
     pictures = sorted((path / "pictures").glob("*.png"))[:1]
@@ -261,6 +262,7 @@ def test_lines_of_the_metrics_that_are_no_records_are_kept_apart(tmp_path):
     assert b"123" in (tmp_path / "metrics.damaged.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_profile_records_steps_and_what_is_due_follows(config):
     run = job.train(dataclasses.replace(config, profile=2), quiet())
     table = json.loads((run.profile / "scopes.json").read_text())
