@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import meshes
+from k3jax import ops
 from k3jax.data.bytes import NUM_BYTES
 from k3jax.model import next_token_loss
 from k3jax.model.loss import target_mask, token_losses
@@ -171,6 +172,7 @@ def make_evaluation_step(parts: ModelParts):
 
     def evaluate(params, rest, tokens, segment_ids):
         _, metrics = next_token_loss(parts.join(params, rest), tokens, segment_ids)
+        tokens, segment_ids = ops.whole_tokens(tokens), ops.whole_tokens(segment_ids)
         is_byte = target_mask(tokens, segment_ids) & (tokens[:, 1:] < NUM_BYTES)
         result = {
             "nats": jnp.where(is_byte, metrics["token_losses"], 0.0).sum(),
@@ -194,6 +196,7 @@ def make_reading_step(parts: ModelParts):
 
     def read(params, rest, tokens, segment_ids, media, answers):
         logits, _, _ = parts.join(params, rest).forward(tokens, segment_ids, media=media)
+        logits, tokens, answers = map(ops.whole_tokens, (logits, tokens, answers))
         losses = token_losses(logits, tokens)
         wanted = answers[:, 1:]
         return {
