@@ -181,6 +181,11 @@ def num_processes() -> int:
     return _state().num_processes or 1
 
 
+def lead_host() -> str:
+    """Name or address of the host of process 0, as the others reach it. Touches no device."""
+    return (_state().coordinator_address or "").rpartition(":")[0].strip("[]")
+
+
 def is_lead_process() -> bool:
     """Whether this process writes what is written once; true where there is no other."""
     return process_id() == 0

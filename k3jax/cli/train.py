@@ -76,8 +76,8 @@ def run_job(job: Callable) -> int:
 
     Returns:
         0; 143 after SIGTERM and 130 after SIGINT (saved); 3 when training diverged; 4 when a
-        checkpoint could not be written; 7 when devices disagreed on what they hold copies of.
-        (5 is the parent's: a process of a distributed run died.)
+        checkpoint could not be written; 6 when processes of a distributed run did not meet in time;
+        7 when devices disagreed on what they hold copies of. (5 is the parent's: a process died.)
     """
     if not is_worker():
         return _run(job)
@@ -88,7 +88,7 @@ def run_job(job: Callable) -> int:
         code = _run(job)
     except (UserError, FileNotFoundError) as error:
         print(f"k3jax: {error}", file=sys.stderr)
-        code = 2
+        code = getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         code = 130
     except BaseException:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.train.placement import Placement
+from k3jax.train.processes import Together
 from k3jax.train.stopping import ReplicasDiffer
 from meshes import distributed
 from meshes.replicas import device_digests, disagreements
@@ -31,7 +32,7 @@ class ReplicaCheck:
         self._names = tuple(named)
         if self._mesh is not None:
             self._specs = [array.sharding.spec for array in named.values()]
-            self._digests = jax.jit(device_digests)
+            self._digests = Together("digests", jax.jit(device_digests))
 
     def run(self, arrays: dict, step: int) -> None:
         """Compare now. All processes call this at the same step.

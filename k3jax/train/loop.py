@@ -22,7 +22,7 @@ from k3jax.train.health import HostReport, ReplicaCheck
 from k3jax.train.identity import check_identity, identity
 from k3jax.train.metrics import MetricsLog, cut_metrics
 from k3jax.train.placement import Placement
-from k3jax.train.processes import LONG_SECONDS, StopAgreement
+from k3jax.train.processes import LONG_SECONDS, StopAgreement, Together
 from k3jax.train.profile import StepProfiler
 from k3jax.train.progress import ProgressView, Stopwatch
 from k3jax.train.reading import HeldOutPictures, ReadingResult, reading_record, reading_text
@@ -88,8 +88,9 @@ class Trainer:
         self.parts = ModelParts(model_config, precision=config.precision)
         step, self.optimizer = make_train_step(self.parts, config)
         complete = self.placement.everywhere  # results for the host are whole in every process
-        self._evaluate = jax.jit(make_evaluation_step(self.parts), out_shardings=complete)
-        self._read = jax.jit(make_reading_step(self.parts), out_shardings=complete)
+        evaluate, read = make_evaluation_step(self.parts), make_reading_step(self.parts)
+        self._evaluate = Together("evaluate", jax.jit(evaluate, out_shardings=complete))
+        self._read = Together("read", jax.jit(read, out_shardings=complete))
         try:
             with self.placement.scope():
                 self.abstract = self.parts.placed_state(self.optimizer)
@@ -134,6 +135,8 @@ class Trainer:
             if resume:
                 self._warn("no whole checkpoint: starting again from step 0")
             fresh = self.parts.fresh_state(self.optimizer, self.config.seed)
+            # Placing it compares it between the processes: all must have compiled it.
+            distributed.wait_for_all("fresh state", seconds=LONG_SECONDS)
             self.state = jax.tree.map(
                 lambda array, place: jax.device_put(array, place.sharding), fresh, self.abstract
             )

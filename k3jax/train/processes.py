@@ -15,7 +15,8 @@ from k3jax.train.config import TrainConfig, to_dict
 from k3jax.train.identity import flat_entries
 from k3jax.train.machines import ClusterConfig
 from k3jax.train.run_directory import versions
-from k3jax.train.supervisor import Report
+from k3jax.train.supervisor import MISSED, Report, is_worker
+from k3jax.train.watch import own_address
 from meshes import distributed
 from meshes.clusters import find_cluster
 
@@ -24,28 +25,71 @@ STEPS_AHEAD = 2
 # Settings of the compilers, which change programs.
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 LONG_SECONDS = 3600  # the others wait so long while the lead writes what is written once
+# Where parents watch, jax's own beats are left for workers that are frozen, not dead: it takes a
+# live one for dead when one beat is late by half the timeout, as beside compilation they can be.
+FROZEN_SECONDS = 100
+
+
+class NotMet(UserError):
+    """Processes did not come to where all meet, in time."""
+
+    exit_code = MISSED
 
 
 def connect(config: ClusterConfig, report: Report) -> None:
     """Join the other processes.
 
     Raises:
-        UserError: the place of this process is unknown, or the others do not come.
+        UserError: the place of this process is unknown.
+        NotMet: the others do not come.
     """
+    heartbeat = config.heartbeat_seconds
     try:
         cluster = find_cluster(config.coordinator, config.num_processes, config.process_id)
+    except ValueError as error:
+        raise UserError(f"--distributed: {error}") from error
+    with _explained("--distributed: "):
         distributed.start(
             cluster,
-            heartbeat_seconds=config.heartbeat_seconds,
+            heartbeat_seconds=max(heartbeat, FROZEN_SECONDS) if is_worker() else heartbeat,
             start_seconds=config.start_seconds,
         )
-    except (ValueError, distributed.DistributedError) as error:
-        raise UserError(f"--distributed: {error}") from error
+        address = own_address(distributed.lead_host())
+        watch = distributed.from_lead("watch", address, seconds=config.start_seconds)
     report.update(
         process=distributed.process_id(),
         processes=distributed.num_processes(),
-        heartbeat_seconds=config.heartbeat_seconds,
+        heartbeat_seconds=heartbeat,
+        watch=watch,
     )
+
+
+class Together:
+    """A jitted function that all processes have compiled before any of them runs it.
+
+    Collectives wait for half a minute only where devices are CPUs, and compilers are not equally
+    quick. Without other processes it is the function itself.
+
+    Args:
+        name: of the function.
+        function: from `jax.jit`; all processes call it alike.
+    """
+
+    def __init__(self, name: str, function: Callable):
+        self._name, self._function = name, function
+        self._compiled: dict = {}  # by shapes and types of the arguments
+
+    def __call__(self, *arguments, **named):
+        if not distributed.is_distributed():
+            return self._function(*arguments, **named)
+        leaves, structure = jax.tree.flatten((arguments, named))
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self._function.lower(*arguments, **named).compile()
+            meeting = f"compiled/{self._name}/{len(self._compiled)}"
+            with _explained():
+                distributed.wait_for_all(meeting, seconds=LONG_SECONDS)
+        return self._compiled[key](*arguments, **named)
 
 
 def lead_console(console: Console) -> Console:
@@ -176,11 +220,11 @@ def check_shared_folder(path: Path, *, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _explained():
+def _explained(prefix: str = ""):
     try:
         yield
     except distributed.DistributedError as error:
-        raise UserError(str(error)) from error
+        raise NotMet(f"{prefix}{error}") from error
 
 
 class StopAgreement:

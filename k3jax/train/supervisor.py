@@ -1,8 +1,8 @@
 """The parent of a worker of a distributed run: says which process died, and how to go on.
 
 When a process dies, jax ends the others inside C++, where no handler runs. So the command starts
-the worker as a child and outlives it. Parents tell each other how their workers ended through the
-run directory, `processes/<number>.json`.
+the worker as a child and outlives it. Parents watch over each other (`k3jax.train.watch`), and
+leave notices of how their workers died in the run directory, `processes/<number>.json`.
 """
 
 import contextlib
@@ -19,14 +19,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from k3jax.train.watch import Watch
+
 WORKER = "K3JAX_WORKER"  # names the worker's report file, in the worker's environment
 PROCESSES = "processes"  # folder of a run directory
 DIED = 5  # exit status: this or another process of the run died
-PATIENCE_SECONDS = 5  # beyond the heartbeat, until a worker that hangs on a dead peer is killed
+PATIENCE_SECONDS = 3  # how long a worker may take to end by itself when another has died
+TICK_SECONDS = 0.2  # how often a parent looks after its worker and the others
 NOTICE_SECONDS = 3  # how long to wait for the notice of the process that died first
+MISSED = 6  # exit status: processes did not come to where all meet, in time
 # Ends that a worker chose itself, in step with the others: done, refused, diverged, no room for a
-# checkpoint, copies that differ, stopped by a signal.
-CHOSEN = (0, 2, 3, 4, 7, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# checkpoint, others missing, copies that differ, stopped by a signal.
+CHOSEN = (0, 2, 3, 4, MISSED, 7, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TAIL_BYTES = 1 << 16
 # How jax and gloo speak of a peer that is gone.
 _PEER_GONE = re.compile(
@@ -46,7 +50,7 @@ class Report:
         self._values: dict = {}
 
     def update(self, **values) -> None:
-        """Add or replace values: "process", "processes", "run", "step", "heartbeat_seconds"."""
+        """Add or replace values: "run", "step", and what `Watch.tick` needs."""
         if self._path is None:
             return
         self._values |= values
@@ -109,12 +113,18 @@ def tasks_named(text: str) -> set[int]:
     return found | ({0} if not found and _LEADER_GONE in text else set())
 
 
+def _told(number: int, notice: dict) -> str:
+    step = notice.get("step")
+    after = "" if step is None else f" after step {step}"
+    return f"process {number} on {notice.get('host')} died: {notice.get('how')}{after}"
+
+
 class _Parent:
     def __init__(self, arguments: Sequence[str], report: Path):
-        self._report, self._tail = report, b""
+        self._report, self._tail, self._watch = report, b"", Watch()
         self._worker = subprocess.Popen(
             [sys.executable, "-m", "k3jax.cli.main", *arguments],
-            env=os.environ | {WORKER: str(report)},
+            env=os.environ | {WORKER: str(report)} | self._watch.environment(),
             stderr=subprocess.PIPE,
             # Signals of the terminal come through this process alone, once.
             start_new_session=True,
@@ -135,7 +145,9 @@ class _Parent:
         self._reader.join(timeout=2)
         if not self._reader.is_alive():
             self._worker.stderr.close()
-        return self._verdict(killed)
+        code, notice = self._verdict(killed)
+        self._watch.leave(_read(self._report).get("process", 0), notice)
+        return code
 
     def _pass_on_errors(self) -> None:
         for line in self._worker.stderr:
@@ -149,72 +161,68 @@ class _Parent:
         known_since = None
         while True:
             try:
-                self._worker.wait(timeout=0.2)
+                self._worker.wait(timeout=TICK_SECONDS)
                 return False
             except subprocess.TimeoutExpired:
                 pass
-            report = _read(self._report)
-            if "run" not in report or not self._notices(report):
+            if not self._notices(_read(self._report)):
                 continue
             known_since = known_since or time.monotonic()
-            limit = report.get("heartbeat_seconds", 30) + PATIENCE_SECONDS
-            if time.monotonic() - known_since > limit:
+            if time.monotonic() - known_since > PATIENCE_SECONDS:
                 self._worker.kill()
                 self._worker.wait()
                 return True
 
     def _notices(self, report: dict) -> dict[int, dict]:
         """How other processes died by themselves, by number."""
-        folder = Path(report["run"]) / PROCESSES
-        found = {int(p.stem): _read(p) for p in folder.glob("*.json") if p.stem.isdigit()}
+        found = dict(self._watch.tick(report))
+        if "run" in report:
+            folder = Path(report["run"]) / PROCESSES
+            found |= {int(p.stem): _read(p) for p in folder.glob("*.json") if p.stem.isdigit()}
         found.pop(report.get("process"), None)
         return {number: notice for number, notice in found.items() if notice}
 
-    def _verdict(self, killed: bool) -> int:
+    def _verdict(self, killed: bool) -> tuple[int, dict | None]:
+        """Exit status, and how the worker died if it did so by itself."""
         status = self._worker.returncode
         code = status if status >= 0 else 128 - status
         report = _read(self._report)
-        if code in CHOSEN and not killed:
+        # Who gave up waiting for a process that is dead was not refused.
+        if code in CHOSEN and not killed and not (code == MISSED and self._notices(report)):
             if code == 4:  # it alone; the others will miss it
-                self._leave_notice(report, "could not write a checkpoint")
-            return code
+                return code, self._leave_notice(report, "could not write a checkpoint")
+            return code, None
         number = report.get("process", "unknown")
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         # A peer's death shows as an abort, or as an exception about connections.
-        tail = self._tail.decode(errors="replace")
+        tail, notice = self._tail.decode(errors="replace"), None
         consequence = killed or (
-            status in (-signal.SIGABRT, 1, 128 + signal.SIGABRT) and _PEER_GONE.search(tail)
+            status in (-signal.SIGABRT, 1, 128 + signal.SIGABRT, MISSED)
+            and (_PEER_GONE.search(tail) or self._notices(report))
         )
         if consequence:
             lines = [self._who_died(report, number, how)]
         else:
-            self._leave_notice(report, how)
+            notice = self._leave_notice(report, how)
             lines = [f"process {number} on {socket.gethostname()} died: {how}"]
         lines += self._how_to_go_on(report)
         print("\n".join(["", *(f"k3jax: {line}" for line in lines)]), file=sys.stderr, flush=True)
-        return DIED
+        return DIED, notice
 
-    def _leave_notice(self, report: dict, how: str) -> None:
-        if "run" not in report or "process" not in report:
-            return
+    def _leave_notice(self, report: dict, how: str) -> dict:
         notice = {"how": how, "host": socket.gethostname(), "step": report.get("step", 0)}
-        with contextlib.suppress(OSError):
-            _write(Path(report["run"]) / PROCESSES / f"{report['process']}.json", notice)
+        if "run" in report and "process" in report:
+            with contextlib.suppress(OSError):
+                _write(Path(report["run"]) / PROCESSES / f"{report['process']}.json", notice)
+        return notice
 
     def _who_died(self, report: dict, number, how: str) -> str:
         deadline = time.monotonic() + NOTICE_SECONDS
-        while "run" in report:
-            notices = self._notices(report)
-            if notices:
-                dead = [
-                    f"process {other} on {notice.get('host')} died: {notice.get('how')} after step "
-                    f"{notice.get('step')}"
-                    for other, notice in sorted(notices.items())
-                ]
-                return f"{'; '.join(dead)}; this is process {number}, which ended with it ({how})"
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+        while not (notices := self._notices(report)) and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS)
+        if notices:
+            dead = "; ".join(_told(other, notice) for other, notice in sorted(notices.items()))
+            return f"{dead}; this is process {number}, which ended with it ({how})"
         tail = self._tail.decode(errors="replace")
         named = sorted(tasks_named(tail) - {number})
         who = f"process {', '.join(map(str, named))}" if named else "another process"
