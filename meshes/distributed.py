@@ -6,6 +6,7 @@ roll over plain sockets before jax starts: whoever is missing is named in an ord
 
 import contextlib
 import json
+import os
 import socket
 import time
 
@@ -16,8 +17,16 @@ from meshes.clusters import Cluster
 _POLL_SECONDS = 0.2
 
 
+# Answers of process 0 to those that call the roll.
+_GO, _LATE, _WRONG = "k3jax go", "k3jax late ", "k3jax wrong "
+
+
 class DistributedError(RuntimeError):
-    """A process or its coordinator did not answer in time, or the processes disagree."""
+    """A process or its coordinator did not answer in time."""
+
+
+class ProcessesDiffer(DistributedError):
+    """The processes were told different things of how many they are, and which."""
 
 
 def start(cluster: Cluster, *, heartbeat_seconds: int = 30, start_seconds: float = 120) -> None:
@@ -64,7 +73,7 @@ def call_roll(cluster: Cluster, seconds: float) -> None:
 def _lead_roll_call(cluster: Cluster, address: tuple[str, int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     present: dict[int, socket.socket] = {}
-    trouble = None
+    trouble, answer = None, _GO
     try:
         listener = socket.create_server(
             ("", address[1]),
@@ -74,8 +83,8 @@ def _lead_roll_call(cluster: Cluster, address: tuple[str, int], seconds: float) 
         )
     except OSError as error:
         raise DistributedError(
-            f"process 0 cannot listen on port {address[1]} ({error.strerror}); give another one "
-            "as the coordinator's, or end what uses it"
+            f"process 0 cannot listen on port {address[1]} ({os.strerror(error.errno)}); give "
+            "another one as the coordinator's, or end what uses it"
         ) from error
     with listener:
         listener.settimeout(_POLL_SECONDS)
@@ -84,27 +93,30 @@ def _lead_roll_call(cluster: Cluster, address: tuple[str, int], seconds: float) 
                 missing = sorted(set(range(1, cluster.num_processes)) - present.keys())
                 trouble = (
                     f"{len(missing)} of {cluster.num_processes} processes did not come within "
-                    f"{seconds:g} s: {_listed(missing)}. Check that they were started with the "
-                    f"coordinator {cluster.coordinator} and can reach it"
+                    f"{seconds:g} s: number {_listed(missing)}. Check that they were started with "
+                    f"the coordinator {cluster.coordinator} and can reach it"
                 )
+                answer = _LATE + trouble
                 break
             try:
                 connection, peer = listener.accept()
             except TimeoutError:
                 continue
-            trouble = _enter(cluster, connection, peer, present)
+            trouble = _enter(cluster, connection, peer[0].removeprefix("::ffff:"), present)
+            if trouble is not None:
+                answer = _WRONG + trouble
     for connection in present.values():
         with connection:
-            connection.sendall(f"{trouble or 'go'}\n".encode())
+            connection.sendall(f"{answer}\n".encode())
             # Wait for the peer to close first: the port must be free for jax at once.
             connection.settimeout(5)
             with contextlib.suppress(OSError):
                 connection.recv(1)
     if trouble is not None:
-        raise DistributedError(trouble)
+        raise (ProcessesDiffer if answer.startswith(_WRONG) else DistributedError)(trouble)
 
 
-def _enter(cluster: Cluster, connection, peer, present: dict) -> str | None:
+def _enter(cluster: Cluster, connection, host: str, present: dict) -> str | None:
     """Note one caller; what is wrong with it, if anything. Strangers are sent away."""
     connection.settimeout(5)
     try:
@@ -121,11 +133,11 @@ def _enter(cluster: Cluster, connection, peer, present: dict) -> str | None:
         previous.close()
     if count != cluster.num_processes:
         return (
-            f"process {rank} at {peer[0]} was told of {count} processes, process 0 of "
+            f"process {rank} at {host} was told of {count} processes, process 0 of "
             f"{cluster.num_processes}; give all the same number"
         )
     if twice or not 0 < rank < count:
-        return f"two processes say that they are number {rank} (one at {peer[0]}); number them"
+        return f"two processes say that they are number {rank} (one at {host}); number them"
     return None
 
 
@@ -149,7 +161,7 @@ def _answer_roll_call(cluster: Cluster, address: tuple[str, int], seconds: float
         connection.settimeout(max(_POLL_SECONDS, deadline - time.monotonic()) + 5)
         try:
             connection.sendall(f"k3jax {cluster.process_id} {cluster.num_processes}\n".encode())
-            answer = connection.makefile().readline().strip()
+            answer = connection.makefile(errors="replace").readline().strip()
         except OSError as error:
             raise DistributedError(
                 f"{where} took the connection of process {cluster.process_id} but did not answer "
@@ -157,8 +169,15 @@ def _answer_roll_call(cluster: Cluster, address: tuple[str, int], seconds: float
             ) from error
     if not answer:
         raise DistributedError(f"{where} closed the connection; see what it printed")
-    if answer != "go":
-        raise DistributedError(answer)
+    if answer.startswith(_WRONG):
+        raise ProcessesDiffer(answer.removeprefix(_WRONG))
+    if answer.startswith(_LATE):
+        raise DistributedError(answer.removeprefix(_LATE))
+    if answer != _GO:
+        raise DistributedError(
+            f"another program answers at {where}: {answer[:60]!r}; give a port that is free on the "
+            "host of process 0"
+        )
 
 
 def stop() -> None:

@@ -40,14 +40,17 @@ def connect(config: ClusterConfig, report: Report) -> None:
     """Join the other processes.
 
     Raises:
-        UserError: the place of this process is unknown.
+        UserError: the place of this process is unknown, or not the same to all.
         NotMet: the others do not come.
     """
     heartbeat = config.heartbeat_seconds
     try:
         cluster = find_cluster(config.coordinator, config.num_processes, config.process_id)
     except ValueError as error:
-        raise UserError(f"--distributed: {error}") from error
+        raise UserError(
+            f"--distributed: {error}. The options are --cluster.coordinator, "
+            "--cluster.num-processes and --cluster.process-id"
+        ) from error
     with _explained("--distributed: "):
         distributed.start(
             cluster,
@@ -171,7 +174,7 @@ def _verdict(found: list) -> str | None:
     more = f"; and {len(entries) - 5} more" if len(entries) > 5 else ""
     return (
         f"the processes differ: {'; '.join(shown)}{more}. Start all of them with the same command, "
-        "files and packages"
+        "files, packages and environment"
     )
 
 
@@ -223,6 +226,8 @@ def check_shared_folder(path: Path, *, seconds: float) -> None:
 def _explained(prefix: str = ""):
     try:
         yield
+    except distributed.ProcessesDiffer as error:
+        raise UserError(f"{prefix}{error}") from error
     except distributed.DistributedError as error:
         raise NotMet(f"{prefix}{error}") from error
 

@@ -212,6 +212,15 @@ def test_processes_that_differ_are_refused_before_the_first_step(start, folder):
     assert all("process 1: " in text and "does not exist" in text for text in outputs)
 
 
+def test_a_coordinator_that_does_not_answer_has_a_status_of_its_own(start, folder):
+    place = [
+        "--distributed", "--cluster.coordinator", f"localhost:{free_port()}",
+        "--cluster.num-processes", 2, "--cluster.process-id", 1, "--cluster.start-seconds", 1,
+    ]  # fmt: skip
+    statuses, (text,) = start(*options(4), *place, processes=1).wait()
+    assert statuses == [6] and "(process 0) did not answer within 1 s" in text, text
+
+
 @pytest.fixture(scope="module")
 def whole_curve(tmp_path_factory, compiled):
     """Curve of the run that nothing disturbed, longer than those that are killed."""

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from meshes.clusters import Cluster
-from meshes.distributed import DistributedError, call_roll
+from meshes.distributed import DistributedError, ProcessesDiffer, call_roll
 
 
 def free_port():
@@ -16,9 +16,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
+kinds = []  # of the errors of the latest call
+
+
 def call(ranks, count, *, seconds, counts=None):
     """Each rank's error text, or None, of processes that call at the same time."""
     address, results = f"localhost:{free_port()}", {}
+    kinds.clear()
 
     def run(place, rank):
         told = (counts or {}).get(rank, count)
@@ -27,6 +31,7 @@ def call(ranks, count, *, seconds, counts=None):
             results[place] = call_roll(cluster, seconds)
         except DistributedError as error:
             results[place] = str(error)
+            kinds.append(type(error))
 
     threads = [threading.Thread(target=run, args=item) for item in enumerate(ranks)]
     for thread in threads:
@@ -43,13 +48,15 @@ def test_all_present_go_on():
 def test_missing_processes_are_named_to_all():
     begin = time.monotonic()
     for text in call([0, 2], 4, seconds=1):
-        assert "2 of 4 processes did not come within 1 s: 1, 3" in text
+        assert "2 of 4 processes did not come within 1 s: number 1, 3" in text
     assert time.monotonic() - begin < 8
+    assert kinds == [DistributedError, DistributedError]
 
 
 def test_processes_that_were_told_different_numbers():
     for text in call([0, 1], 2, seconds=5, counts={1: 3}):
         assert "process 1 at" in text and "was told of 3 processes, process 0 of 2" in text
+    assert kinds == [ProcessesDiffer, ProcessesDiffer]  # coming again would not help
 
 
 def test_two_processes_of_one_number():
@@ -79,3 +86,21 @@ def test_a_port_that_is_taken():
         cluster = Cluster(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
         with pytest.raises(DistributedError, match=f"cannot listen on port {port}"):
             call_roll(cluster, 1)
+
+
+def test_another_program_on_the_port_is_not_taken_for_process_0():
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        cluster = Cluster(coordinator=f"localhost:{port}", num_processes=2, process_id=1)
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.makefile().readline()
+                connection.sendall(b"HTTP/1.1 400 Bad \xff\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(DistributedError, match=r"another program answers at .*'HTTP/1.1 400"):
+            call_roll(cluster, 5)
+        thread.join()
