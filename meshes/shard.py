@@ -14,6 +14,9 @@ from meshes.axes import TENSOR, axes_of
 # out of memory (`jax.checkpoint_policies.save_anything_except_these_names`).
 GATHERED = "gathered"
 
+# Per dimension of a weight the axes over which it is only stored in pieces.
+Pieces = tuple[tuple[str, ...], ...]
+
 
 def has_mesh() -> bool:
     """Whether `jax.set_mesh` is in force."""
@@ -52,15 +55,40 @@ def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 def gather(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> jax.Array:
     """A weight as it is used: whole along every mesh axis but those of `keep`.
 
-    An all-gather over the axes that only store it in pieces; its gradient is reduced and cut
-    again. The result bears the name `GATHERED`.
+    An all-gather over the axes that only store it in pieces, for weights whose gradient is small:
+    that is summed whole on every device before it is cut again. Large ones are gathered where each
+    device has its own gradient, by `gather_pieces`. The result bears the name `GATHERED`.
     """
-    spec = spec_of(weight)
-    kept = [tuple(a for a in axes_of(entry) if a in keep) or None for entry in spec]
-    used = PartitionSpec(*(axes[0] if axes and len(axes) == 1 else axes for axes in kept))
-    if all(axes_of(a) == axes_of(b) for a, b in zip(spec, used)):
+    used = PartitionSpec(*(_joined(axes) for axes in _kept(weight, keep)))
+    if all(axes_of(a) == axes_of(b) for a, b in zip(spec_of(weight), used)):
         return weight
     return checkpoint_name(reshard(weight, used), GATHERED)
+
+
+def pieces_of(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> Pieces:
+    """Per dimension the axes that only store `weight` in pieces: all but those of `keep`."""
+    return tuple(tuple(a for a in axes_of(e) if a not in keep) for e in spec_of(weight))
+
+
+def gather_pieces(piece: jax.Array, pieces: Pieces) -> jax.Array:
+    """Inside of `per_device`: a weight whole along `pieces`; its gradient is summed and cut.
+
+    One axis at a time, the innermost first: over several axes at once TPU compilers sum whole
+    arrays of zeros with one piece filled in, which moves twice the bytes, and never in the
+    background. The result bears the name `GATHERED`.
+    """
+    for dimension, axes in enumerate(pieces):
+        for axis in reversed(axes):
+            piece = jax.lax.all_gather(piece, axis, axis=dimension, tiled=True)
+    return checkpoint_name(piece, GATHERED) if any(pieces) else piece
+
+
+def _kept(weight: jax.Array, keep: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [tuple(a for a in axes_of(entry) if a in keep) for entry in spec_of(weight)]
+
+
+def _joined(axes: tuple[str, ...]):
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Projections and table lookups: the only places where an activation meets a weight matrix."""
 
+import functools
 import math
 
 import jax
@@ -26,26 +27,38 @@ def dense(equation: str, x: jax.Array, w: jax.Array, *, dtype=None) -> jax.Array
         w: weight, cast to `x.dtype`.
         dtype: type of the result (and of the accumulation) when it is not `x.dtype`.
     """
-    w, sharding = w.astype(x.dtype), None
-    if meshes.has_mesh():
-        w = meshes.gather(w)
-        x, sharding = _arrange(equation, x, w)
-    return jnp.einsum(
+    w = w.astype(x.dtype)
+    product = functools.partial(
+        jnp.einsum,
         equation,
-        x,
-        w,
         precision=matmul_precision(x.dtype),
         preferred_element_type=dtype,
-        out_sharding=sharding,
     )
+    if not meshes.has_mesh():
+        return product(x, w)
+    x, specs, result, summed, scattered = _arrange(equation, x, w)
+    pieces = meshes.pieces_of(w)
+
+    def run(x, w):
+        y = product(x, meshes.gather_pieces(w, pieces))
+        if scattered is not None:
+            return jax.lax.psum_scatter(y, TENSOR, scatter_dimension=scattered, tiled=True)
+        return jax.lax.psum(y, summed) if summed else y
+
+    return meshes.per_device(run, specs, result)(x, w)
 
 
-def _arrange(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, PartitionSpec]:
-    """The activation as the product needs it, and where the result lies."""
+def _arrange(equation: str, x: jax.Array, w: jax.Array):
+    """The activation as the product needs it, and how the product is split.
+
+    Returns:
+        x; the specs of x and w; the spec of the result; the axes over which partial products are
+        summed; and the dimension of the result into whose pieces they are (None: into whole ones).
+    """
     operands, output = equation.split("->")
     x_letters, w_letters = operands.split(",")
-    w_axes = dict(zip(w_letters, meshes.spec_of(w)))
-    is_cut = [letter for letter in w_letters if TENSOR in axes_of(w_axes[letter])]
+    w_axes = dict(zip(w_letters, map(axes_of, meshes.spec_of(w))))
+    is_cut = [letter for letter in w_letters if TENSOR in w_axes[letter]]
     if "t" in x_letters and any(letter in output for letter in is_cut):
         x = whole_over_tensor(x, x_letters.index("t"))
     x_axes = dict(zip(x_letters, meshes.spec_of(x)))
@@ -54,15 +67,26 @@ def _arrange(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Part
     for letter in output:
         if letter in x_axes:
             entries.append(x_axes[letter])
-        else:
-            free = tuple(axis for axis in axes_of(w_axes[letter]) if axis not in used)
-            used.update(free)
-            entries.append(free or None)
-    if "t" in x_letters and any(letter not in output for letter in is_cut):
+        else:  # cut as the weight is, or the weight must be whole along it
+            keeps = TENSOR in w_axes[letter] and TENSOR not in used
+            entries.append(TENSOR if keeps else None)
+            if not keeps:
+                w_axes[letter] = tuple(a for a in w_axes[letter] if a != TENSOR)
+    summed, scattered = (), None
+    for letter in x_letters:
+        if letter not in output:
+            x_axes[letter] = TENSOR if letter in is_cut else None
+            summed += (TENSOR,) if letter in is_cut else ()
+    if "t" in x_letters and summed:
         place = output.index("t")
-        length = x.shape[x_letters.index("t")]
-        entries[place] = stream_axes(length, entries[place])
-    return x, PartitionSpec(*entries)
+        stream = stream_axes(x.shape[x_letters.index("t")], entries[place])
+        scattered = place if stream != entries[place] else None
+        entries[place] = stream
+    specs = (
+        PartitionSpec(*(x_axes[letter] for letter in x_letters)),
+        PartitionSpec(*(w_axes[letter] or None for letter in w_letters)),
+    )
+    return x, specs, PartitionSpec(*entries), summed, scattered
 
 
 def whole_over_tensor(x: jax.Array, dimension: int = 1) -> jax.Array:
@@ -90,13 +114,14 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     NaN instead of the clipped row of a plain gather: a wrong id must show in the logits. A table
     that is cut over the vocabulary is read in pieces, whose rows are summed.
     """
-    num_rows = table.shape[0]
-    table = meshes.gather(table)
+    num_rows, pieces = table.shape[0], meshes.pieces_of(table)
+    stored = meshes.spec_of(table)
     batch, tokens_axes = meshes.spec_of(tokens)
-    is_cut = TENSOR in axes_of(meshes.spec_of(table)[0])
+    is_cut = TENSOR in axes_of(stored[0])
     stream = stream_axes(tokens.shape[1], tokens_axes) if is_cut else tokens_axes
 
     def run(table, tokens):
+        table = meshes.gather_pieces(table, pieces)
         first = jax.lax.axis_index(TENSOR) * table.shape[0] if is_cut else 0
         row = tokens - first
         here = (row >= 0) & (row < table.shape[0])
@@ -114,6 +139,5 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         inside = (tokens >= 0) & (tokens < num_rows)
         return jnp.where(inside[..., None], rows, jnp.asarray(jnp.nan, rows.dtype))
 
-    vocabulary = TENSOR if is_cut else None
-    specs = (PartitionSpec(vocabulary, None), PartitionSpec(batch, tokens_axes))
+    specs = (stored, PartitionSpec(batch, tokens_axes))
     return meshes.per_device(run, specs, PartitionSpec(batch, stream, None))(table, tokens)

@@ -14,8 +14,7 @@ from pallas_kernels import MXFP4
 from pallas_kernels.grouped_matmul import choose
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
-# Per array the mesh axes over which each dimension is only stored in pieces.
-Pieces = tuple[tuple[tuple[str, ...], ...], ...]
+Pieces = tuple[meshes.Pieces, ...]  # of each array
 
 
 def expert_product(
@@ -86,7 +85,7 @@ def _apply(function, pieces: Pieces, rows, matrices, sizes, exchanges):
 
 def _apply_to_chunks(function, pieces, rows, matrices, sizes, exchanges):
     leaves, structure = jax.tree.flatten(matrices)
-    whole = [_gather(leaf, axes) for leaf, axes in zip(leaves, pieces, strict=True)]
+    whole = [meshes.gather_pieces(leaf, axes) for leaf, axes in zip(leaves, pieces, strict=True)]
     results = []
     for x, groups, exchange in zip(rows, sizes, exchanges, strict=True):
         held = whole if exchange is None else meshes.with_fetched(whole, exchange)
@@ -117,11 +116,3 @@ def _apply_gathered_backward(function, pieces, residuals, dresults):
 
 
 _apply_gathered.defvjp(_apply_gathered_forward, _apply_gathered_backward)
-
-
-def _gather(leaf: jax.Array, axes_by_dimension: tuple[tuple[str, ...], ...]) -> jax.Array:
-    """Whole along every dimension; the gradient is summed and cut again (reduce-scatter)."""
-    for dimension, axes in enumerate(axes_by_dimension):
-        if axes:
-            leaf = jax.lax.all_gather(leaf, axes, axis=dimension, tiled=True)
-    return leaf

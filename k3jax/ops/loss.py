@@ -20,22 +20,23 @@ def cross_entropy(
     split over the mesh axes of the head's columns that do not already split the tokens; devices
     exchange two numbers per token.
     """
-    head = meshes.gather(head)
-    if axes_of(meshes.spec_of(head)[1]):
+    head, rows = head.astype(hidden.dtype), meshes.pieces_of(head)[0]
+    stored, columns = meshes.spec_of(head)
+    if axes_of(columns):
         hidden = whole_over_tensor(hidden)
     batch, tokens, _ = meshes.spec_of(hidden)
     used = {axis for entry in (batch, tokens) for axis in axes_of(entry)}
-    vocabulary = tuple(axis for axis in axes_of(meshes.spec_of(head)[1]) if axis not in used)
+    vocabulary = tuple(axis for axis in axes_of(columns) if axis not in used)
 
     def run(hidden, head, targets):
         losses = pallas_kernels.cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
-            head.astype(hidden.dtype),
+            meshes.gather_pieces(head, (rows, ())),
             targets.reshape(-1),
             axis_name=vocabulary or None,
         )
         return losses.reshape(targets.shape)
 
     row = P(batch, tokens)
-    specs = (P(batch, tokens, None), P(None, vocabulary or None), row)
+    specs = (P(batch, tokens, None), P(stored, vocabulary or None), row)
     return meshes.per_device(run, specs, row)(hidden, head, targets)

@@ -44,9 +44,11 @@ def latent_attention(
     if is_ring:
         latent, k_rope = whole_over_tensor(latent), whole_over_tensor(k_rope)
     keys = meshes.spec_of(latent)[1]
-    kv_b = meshes.gather(kv_b.astype(q.dtype))
+    kv_b, pieces = kv_b.astype(q.dtype), meshes.pieces_of(kv_b)
+    stored = meshes.spec_of(kv_b)
 
     def run(q, latent, k_rope, kv_b, segment_ids, kv_segment_ids, q_offset):
+        kv_b = meshes.gather_pieces(kv_b, pieces)
         if is_balanced and segment_ids is not None:
             segment_ids = to_balanced(segment_ids, cut)
         joint = jnp.concatenate([latent, k_rope], axis=-1)
@@ -85,7 +87,7 @@ def latent_attention(
 
     row = P(batch, tokens, heads, None)
     specs = [
-        *(row, P(batch, keys, None), P(batch, keys, None), P(None, heads, None)),
+        *(row, P(batch, keys, None), P(batch, keys, None), P(stored[0], heads, stored[2])),
         None if segment_ids is None else P(batch, tokens),
         None if kv_segment_ids is None else P(batch, None),
     ]
