@@ -13,6 +13,7 @@ from k3jax.model.unit import (
     block_grid,
     by_layer,
     checkpointed,
+    equal_layers,
     unit_body,
     unit_layers,
 )
@@ -151,9 +152,9 @@ def _run_scanned(cfg, segment, module, stream, caches, context, remat):
     starts, counts = block_grid(cfg, segment)
     xs = (module, caches, jnp.asarray(starts), jnp.asarray(counts, jnp.int32))
     # Inference and traces have nothing to recompute; training with full remat does, and the
-    # write-once scan then recomputes each layer.
+    # write-once scan then recomputes each layer, and is compiled once for equal ones.
     if remat == "full" and caches is None and not context.trace:
-        layers = unit_layers(starts, counts, "none")
+        layers = unit_layers(starts, counts, "none", equal_layers(module))
         prefix, bank, outputs = scan_write_once(
             layers, stream.prefix, stream.bank, by_layer(*xs), context
         )

@@ -1,6 +1,7 @@
 """One repetition of a scanned segment: the layers of its unit, at a depth that is an input."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -39,18 +40,26 @@ def block_grid(cfg: K3Config, segment: Segment) -> tuple[np.ndarray, np.ndarray]
     return starts, counts.astype(np.int32)
 
 
-def unit_layers(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> tuple[Callable, ...]:
+def unit_layers(
+    starts: np.ndarray, counts: np.ndarray, remat: Remat, runs: Sequence[int] | None = None
+) -> tuple[Callable, ...]:
     """Per position of the unit `run(prefix, bank, x, context) -> prefix, bank, (cache, collected)`.
 
     x holds the position's layer, its cache (or None), and its entries of `starts` and `counts`. All
     rows of these together bound what one of them may need.
-    """
-    most = (counts + starts).max(0)
 
-    def at(position: int) -> Callable:
-        # A position that never (or always) starts a block needs no traced choice.
-        same = starts[:, position]
-        known = bool(same[0]) if (same == same[0]).all() else None
+    Args:
+        starts: [repeats, unit], see `block_grid`.
+        counts: the same.
+        remat: what the backward pass recomputes.
+        runs: positions that follow one another and share one function; by default 1, 1, ...
+    """
+    most = counts + starts
+
+    def at(positions: slice) -> Callable:
+        # Positions that never (or always) start a block need no traced choice.
+        same = starts[:, positions]
+        known = bool(same[0, 0]) if (same == same[0, 0]).all() else None
 
         def run(prefix, bank, x, context):
             def call(layer, prefix, bank, cache, start, count):
@@ -59,7 +68,7 @@ def unit_layers(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> tuple[C
                     cache,
                     context,
                     starts_block=start if known is None else known,
-                    most_blocks=int(most[position]),
+                    most_blocks=int(most[:, positions].max()),
                 )
                 return stream.prefix, stream.bank, cache, found
 
@@ -71,7 +80,21 @@ def unit_layers(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> tuple[C
 
         return run
 
-    return tuple(map(at, range(starts.shape[1])))
+    runs = runs or [1] * starts.shape[1]
+    ends = itertools.accumulate(runs)
+    return tuple(
+        layer for n, end in zip(runs, ends, strict=True) for layer in [at(slice(end - n, end))] * n
+    )
+
+
+def equal_layers(unit) -> list[int]:
+    """How many layers of the unit, one after the other, are built alike: for Kimi K3 3 and 1."""
+
+    def kind(layer):
+        leaves, structure = jax.tree.flatten(layer)
+        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    return [len(list(run)) for _, run in itertools.groupby(map(kind, unit.layers))]
 
 
 def unit_body(starts: np.ndarray, counts: np.ndarray, remat: Remat) -> Callable:

@@ -5,9 +5,13 @@ residuals is part of that carry, so N entries would be kept at each of n steps. 
 changes once written, and a step that reads only the entries written before it computes the same
 from the final bank. So the backward pass here keeps the running sums and *one* bank, and
 recomputes each layer from them.
+
+Bodies that follow one another and are the same function run in a scan of their own, so that the
+compiler sees each function once.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +31,8 @@ def scan_write_once(
 
     Args:
         bodies: each reads only bank entries that were written before it began, writes each entry at
-            most once, and passes the others through. They must close over no arrays.
+            most once, and passes the others through. They must close over no arrays. A body that
+            stands more than once in a row, with inputs of the same shapes, is compiled once.
         prefix: the part of the carry that changes every step.
         bank: the write-once part.
         xs: per body, inputs with a leading dimension over steps; floating-point leaves get
@@ -37,13 +42,14 @@ def scan_write_once(
     Returns:
         prefix and bank after the last step, and per body the stacked y.
     """
-    steps, floats, integers = [], [], []
+    steps, floats, integers, known = [], [], [], {}
     for body, x in zip(bodies, xs, strict=True):
         leaves, treedef = jax.tree.flatten(x)
-        is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+        is_float = tuple(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
         floats.append(tuple(leaf for leaf, keep in zip(leaves, is_float) if keep))
         integers.append(tuple(leaf for leaf, keep in zip(leaves, is_float) if not keep))
-        steps.append(functools.partial(_call, body, treedef, tuple(is_float)))
+        kind = (body, treedef, is_float, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        steps.append(known.setdefault(kind, functools.partial(_call, body, treedef, is_float)))
     return _scan(tuple(steps), prefix, bank, tuple(floats), tuple(integers), constants)
 
 
@@ -60,13 +66,18 @@ def _scan(steps, prefix, bank, floats, integers, constants):
 
 def _scan_forward(steps, prefix, bank, floats, integers, constants):
     def forward(carry, x):
-        prefix, bank = carry
         prefixes, ys = [], []
-        for step, own_floats, own_integers in zip(steps, *x, strict=True):
-            prefixes.append(prefix)
-            prefix, bank, y = step(prefix, bank, own_floats, own_integers, constants)
-            ys.append(y)
-        return (prefix, bank), (tuple(prefixes), tuple(ys))
+        for step, inputs in _runs(steps, zip(*x, strict=True)):
+
+            def one(carry, x, step=step):
+                prefix, bank, y = step(*carry, *x, constants)
+                return (prefix, bank), (carry[0], y)
+
+            carry, kept = _scan_if_many(one, carry, inputs)
+            own_prefixes, own_ys = zip(*kept)
+            prefixes.extend(own_prefixes)
+            ys.extend(own_ys)
+        return carry, (tuple(prefixes), tuple(ys))
 
     (last, bank), (prefixes, ys) = jax.lax.scan(forward, (prefix, bank), (floats, integers))
     return (last, bank, ys), (prefixes, bank, floats, integers, constants)
@@ -78,24 +89,49 @@ def _scan_backward(steps, residuals, cotangents):
 
     def backward(carry, x):
         dfloats = []
-        for step, prefix, own_floats, own_integers, dy in reversed(
-            list(zip(steps, *x, strict=True))
-        ):
+        for step, inputs in reversed(_runs(steps, zip(*x, strict=True))):
 
-            def recompute(prefix, bank, floats, step=step, integers=own_integers):
-                prefix, bank, y = step(prefix, bank, floats, integers, constants)
-                return prefix, bank, _floats_of(y)
+            def one(carry, x, step=step):
+                prefix, floats, integers, dy = x
 
-            # One body after the other: begun early, another's recomputation would need its room.
-            carry, prefix, own_floats = jax.lax.optimization_barrier((carry, prefix, own_floats))
-            _, pullback = jax.vjp(recompute, prefix, bank, own_floats)
-            *carry, dfloat = pullback((*carry, dy))
-            dfloats.append(dfloat)
-        return tuple(carry), tuple(reversed(dfloats))
+                def recompute(prefix, bank, floats):
+                    prefix, bank, y = step(prefix, bank, floats, integers, constants)
+                    return prefix, bank, _floats_of(y)
+
+                # One body after the other: begun early, another's recomputation would need its
+                # room.
+                carry, prefix, floats = jax.lax.optimization_barrier((carry, prefix, floats))
+                _, pullback = jax.vjp(recompute, prefix, bank, floats)
+                *carry, dfloat = pullback((*carry, dy))
+                return tuple(carry), dfloat
+
+            carry, own = _scan_if_many(one, carry, inputs, reverse=True)
+            dfloats = own + dfloats
+        return carry, tuple(dfloats)
 
     xs = (prefixes, floats, integers, tuple(map(_floats_of, dys)))
     (dprefix, dbank), dfloats = jax.lax.scan(backward, (dprefix, dbank), xs, reverse=True)
     return dprefix, dbank, dfloats, None, None
+
+
+def _runs(steps, inputs) -> list[tuple[Callable, list]]:
+    """Each function with the inputs of all its steps that follow one another."""
+    runs = itertools.groupby(zip(steps, inputs, strict=True), key=lambda pair: pair[0])
+    return [(step, [x for _, x in pairs]) for step, pairs in runs]
+
+
+def _scan_if_many(one, carry, inputs: list, *, reverse: bool = False) -> tuple[Any, list]:
+    """`one(carry, x) -> carry, y` over the inputs, as a loop where there are several.
+
+    Returns:
+        the last carry, and a y for each input.
+    """
+    if len(inputs) == 1:
+        carry, y = one(carry, inputs[0])
+        return carry, [y]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
+    carry, ys = jax.lax.scan(one, carry, stacked, reverse=reverse)
+    return carry, [jax.tree.map(lambda leaf, n=n: leaf[n], ys) for n in range(len(inputs))]
 
 
 def _floats_of(tree: Any) -> list[jax.Array]:

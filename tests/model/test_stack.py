@@ -91,7 +91,7 @@ def test_scan_and_remat_change_nothing(five, options):
     ("pattern", "block", "dense"),
     [
         pytest.param("KKKM" * 3 + "M", 5, 13, marks=pytest.mark.slow),
-        ("KM" * 5, 3, 0),
+        ("KKM" * 3, 2, 0),
     ],
 )
 def test_write_once_scan_equals_the_plain_scan(pattern, block, dense):
