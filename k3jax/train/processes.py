@@ -15,7 +15,7 @@ from k3jax.train.config import TrainConfig, to_dict
 from k3jax.train.identity import flat_entries
 from k3jax.train.machines import ClusterConfig
 from k3jax.train.run_directory import versions
-from k3jax.train.supervisor import MISSED, Report, is_worker
+from k3jax.train.supervisor import MISSED, Report, is_worker, report_alone
 from k3jax.train.watch import own_address
 from meshes import distributed
 from meshes.clusters import find_cluster
@@ -270,7 +270,11 @@ def leave(code: int) -> None:
 
     Never returns: jax's own way out waits for minutes for processes that are not coming.
     """
-    with contextlib.suppress(Exception):
+    try:
         distributed.wait_for_all(f"leave/{code}", seconds=5)
         distributed.stop()
+    except Exception:
+        # Other ends are chosen by all; there only process 0 may still have something to write.
+        if code in (2, MISSED):
+            report_alone()
     os._exit(code)

@@ -75,6 +75,13 @@ def is_worker() -> bool:
     return WORKER in os.environ
 
 
+def report_alone() -> None:
+    """Tell the parent that this worker refused to go on while the others did not."""
+    if is_worker():
+        path = Path(os.environ[WORKER])
+        _write(path, _read(path) | {"alone": True})
+
+
 def follow_parent() -> None:
     """End this process when its parent does (Linux; elsewhere the others' heartbeat ends it)."""
     with contextlib.suppress(Exception):
@@ -189,8 +196,11 @@ class _Parent:
         report = _read(self._report)
         # Who gave up waiting for a process that is dead was not refused.
         if code in CHOSEN and not killed and not (code == MISSED and self._notices(report)):
-            if code == 4:  # it alone; the others will miss it
+            # The others would miss it.
+            if code == 4:
                 return code, self._leave_notice(report, "could not write a checkpoint")
+            if report.get("alone"):
+                return code, self._leave_notice(report, f"gave up alone, exit status {code}")
             return code, None
         number = report.get("process", "unknown")
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"

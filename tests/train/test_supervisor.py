@@ -12,7 +12,7 @@ import pytest
 from k3jax.train import supervisor
 from k3jax.train.processes import _verdict
 from k3jax.train.stopping import ReplicasDiffer
-from k3jax.train.supervisor import DIED, PROCESSES, clear_notices, supervise, tasks_named
+from k3jax.train.supervisor import DIED, MISSED, PROCESSES, clear_notices, supervise, tasks_named
 
 PREFACE = """
 import json, os, signal, sys, time
@@ -32,6 +32,7 @@ def run(tmp_path):
 @pytest.fixture
 def end_as(monkeypatch, capfd, run):
     """Runs a program as the worker of process `number`: (status, what the parent printed)."""
+    popen = subprocess.Popen
 
     def end(number, program):
         start = (
@@ -39,7 +40,6 @@ def end_as(monkeypatch, capfd, run):
             "heartbeat_seconds=1)\n"
         )
         text = PREFACE + start + textwrap.dedent(program)
-        popen = subprocess.Popen
 
         def worker(_, **options):
             return popen([sys.executable, "-S", "-c", text], **options)
@@ -51,7 +51,7 @@ def end_as(monkeypatch, capfd, run):
     return end
 
 
-@pytest.mark.parametrize("status", [0, 2, 3, 4, 7, 143])
+@pytest.mark.parametrize("status", [0, 2, 3, 4, 6, 7, 143])
 def test_ends_that_a_worker_chose_are_passed_on(end_as, status):
     assert end_as(0, f"sys.exit({status})") == (status, "")
 
@@ -101,6 +101,26 @@ def test_a_crash_of_its_own_is_not_blamed_on_others(end_as):
     status, text = end_as(0, "raise RuntimeError('no luck')")
     assert status == DIED
     assert "no luck" in text and "process 0 on" in text and "died: exit status 1" in text
+
+
+def test_a_refusal_of_one_process_alone_is_told_to_the_others(end_as, run):
+    assert end_as(1, "sys.exit(2)") == (2, "")
+    assert not (run / PROCESSES / "1.json").exists()
+    program = """
+        from k3jax.train.supervisor import report_alone
+        report_alone()
+        sys.exit(2)
+    """
+    assert end_as(1, program) == (2, "")
+    assert json.loads((run / PROCESSES / "1.json").read_text())["how"] == (
+        "gave up alone, exit status 2"
+    )
+
+
+def test_who_gave_up_waiting_for_a_dead_process_was_not_refused(end_as, run):
+    (run / PROCESSES / "1.json").write_text('{"how": "SIGKILL", "host": "b", "step": 22}')
+    status, text = end_as(0, f"sys.exit({MISSED})")
+    assert status == DIED and "process 1 on b died: SIGKILL" in text
 
 
 def test_signals_reach_the_worker(end_as):
