@@ -113,8 +113,22 @@ def topology_mesh(shape: MeshShape, name: str) -> Mesh:
     return build_mesh(shape, devices[: chips.num_devices])
 
 
-def ahead_of_time_environment() -> dict[str, str]:
-    """Return the variables that must be set before jax starts in a process that compiles so."""
+OPTIMIZATION_LEVELS = (None, "O0", "O1", "O2", "O3")
+
+
+def ahead_of_time_environment(level: str | None = None) -> dict[str, str]:
+    """Return the variables that must be set before jax starts in a process that compiles so.
+
+    Args:
+        level: how much a compiler optimizes, "O0" to "O3"; None: as in a job. "O1" takes a third of
+            the time and two thirds of the host memory for TPUs, but no collective runs beside
+            compute, and other arrays are alive at once.
+
+    Raises:
+        ValueError: no such level.
+    """
+    if level not in OPTIMIZATION_LEVELS:
+        raise ValueError(f"optimization level {level!r} must be one of {OPTIMIZATION_LEVELS}")
     packages = pathlib.Path(sysconfig.get_paths()["purelib"])
     ptxas = sorted(glob.glob(str(packages / "nvidia" / "*" / "bin")))
     return {
@@ -122,4 +136,5 @@ def ahead_of_time_environment() -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",  # no metadata server to ask
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # parallel compilations share no lock file
         "PATH": os.pathsep.join([*ptxas, os.environ.get("PATH", "")]),
+        "JAX_OPTIMIZATION_LEVEL": level or "UNKNOWN",
     }

@@ -21,7 +21,7 @@ TIME_LIMIT = 1800  # seconds per mesh
 
 
 def compile_meshes(
-    plan: Plan, facts: dict[str, Any], count: int, *, quiet: bool
+    plan: Plan, facts: dict[str, Any], count: int, *, level: str | None, quiet: bool
 ) -> list[dict[str, Any]]:
     """Compile the step for the first `count` meshes of a plan.
 
@@ -29,6 +29,7 @@ def compile_meshes(
         plan: the plan.
         facts: its description (`describe_plan`).
         count: how many.
+        level: how much the compiler optimizes, see `meshes.ahead_of_time_environment`.
         quiet: no progress on stderr.
 
     Returns:
@@ -45,7 +46,7 @@ def compile_meshes(
             results.append({"label": label, "status": "NOT RUN", "reason": reason})
             continue
         with Console(stderr=True, quiet=quiet).status(f"compiling {label} (minutes)"):
-            found = _compile(plan, mesh)
+            found = _compile(plan, mesh, level)
         results.append({"label": label} | _compared(found, mesh["memory"]))
     return results
 
@@ -74,7 +75,7 @@ def _compared(found: dict[str, Any], predicted: dict[str, int]) -> dict[str, Any
     }
 
 
-def _compile(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:
+def _compile(plan: Plan, mesh: dict[str, Any], level: str | None) -> dict[str, Any]:
     """The figures of one mesh, from another process."""
     work, chips = plan.work, plan.chips
     task = {
@@ -88,7 +89,7 @@ def _compile(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:
             for key in ("mesh", "micro_batches", "pipeline_micro_batches", "transport", "node_size")
         },
     }
-    environment = os.environ | meshes.ahead_of_time_environment()
+    environment = os.environ | meshes.ahead_of_time_environment(level)
     if chips.chip.name == "cpu":
         flag = f"--xla_force_host_platform_device_count={chips.num_devices}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
