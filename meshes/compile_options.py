@@ -26,12 +26,20 @@ TABLE: dict[tuple[int, int], dict[str, dict[str, str | bool]]] = {
     },
 }
 
+# Beginning of a device's kind -> what its compiler needs besides. The code that hands sums to the
+# sparse cores of a v7x ends the compiler ("std::abs(inc) < core_count()") where a sum runs over
+# the two cores of a chip and others: they stay on the tensor cores.
+KINDS: dict[str, dict[str, str | bool]] = {
+    "TPU7x": {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "false"},
+}
 
-def compile_options(platform: str) -> dict[str, str | bool]:
+
+def compile_options(platform: str, kind: str = "") -> dict[str, str | bool]:
     """What to pass as `compiler_options=` to `jax.jit(...).lower(...).compile(...)`.
 
     Args:
         platform: of the devices compiled for: "tpu", "gpu" ("cuda" is the same) or "cpu".
+        kind: their `device_kind`.
 
     Raises:
         ValueError: no such platform in the table.
@@ -44,4 +52,8 @@ def compile_options(platform: str) -> dict[str, str | bool]:
             f"compile_options: platform {platform!r} is unknown; use one of "
             f"{', '.join(by_platform)}"
         )
-    return dict(by_platform[platform])
+    options = dict(by_platform[platform])
+    for beginning, more in KINDS.items():
+        if kind.startswith(beginning):
+            options |= more
+    return options

@@ -141,7 +141,8 @@ def compile_step(
     start = time.perf_counter()
     lowered, _ = lower_step(cfg, shape, config, mesh)
     lowered_at = time.perf_counter()
-    options = meshes.compile_options(mesh.devices.flat[0].platform)
+    device = mesh.devices.flat[0]
+    options = meshes.compile_options(device.platform, device.device_kind)
     executable = lowered.compile(compiler_options=options)
     end = time.perf_counter()
     return CompiledStep(

@@ -161,7 +161,7 @@ class Trainer:
     def compile(self) -> None:
         """Compile the step before the first one runs, so that its time is known apart."""
         batch = self.placement.abstract(self.loader.shapes(), self.config.batch)
-        options = compile_options(jax.default_backend())
+        options = compile_options(jax.default_backend(), jax.devices()[0].device_kind)
         self._step = self._step.lower(self.abstract, batch).compile(compiler_options=options)
         # Collectives of CPUs wait for half a minute only, and compilers are not equally quick.
         distributed.wait_for_all("compiled", seconds=LONG_SECONDS)

@@ -88,7 +88,7 @@ devices = meshes.described_devices(chip)
 mesh = jax.sharding.Mesh(devices, ("x",))
 x = jax.ShapeDtypeStruct((len(devices), 128), jnp.float32,
                          sharding=jax.NamedSharding(mesh, jax.P("x", None)))
-options = meshes.compile_options(devices[0].platform) | options
+options = meshes.compile_options(devices[0].platform, devices[0].device_kind) | options
 jax.jit(lambda x: x.sum(0)).lower(x).compile(compiler_options=options)
 """
 
@@ -102,7 +102,7 @@ def compile_small(chip: str, options: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("chip", ["v5p", "h200"])
+@pytest.mark.parametrize("chip", ["v5p", "tpu7x", "h200"])
 def test_compile_options_of_this_jax_exist(chip):
     need("gpu" if chip == "h200" else "tpu")
     done = compile_small(chip, "{}")

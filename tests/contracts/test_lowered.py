@@ -24,8 +24,8 @@ BATCH, LENGTH = 1024, 8192
 
 # Kind -> instructions in the program. Each loop body counts once. A changed number is a changed
 # program: say why where it is changed here.
-# Weights are gathered, and their gradients scattered, one axis at a time inside of `per_device`; what
-# is left over of their gradients is summed over the other axes, those of one device among them.
+# Weights are gathered, and their gradients scattered, one axis at a time inside of `per_device`;
+# what is left of the gradients is summed over the other axes, those of one device among them.
 COLLECTIVES = {"all_gather": 156, "all_reduce": 141, "ragged_all_to_all": 40, "reduce_scatter": 75}
 
 
