@@ -91,8 +91,11 @@ class Program:
         with self.in_mesh():
             self.state = parts.fresh_state(optimizer, 0)
             batch = self.placed(np.zeros((config.batch, config.length), np.int32))
+            used = 1 if self.mesh is None else self.mesh.size
+            options = meshes.compile_options("cpu", local_devices=used)
             begin = time.perf_counter()
-            self.step = jax.jit(step, donate_argnums=0).lower(self.state, batch).compile()
+            lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch)
+            self.step = lowered.compile(compiler_options=options)
         self.compile_seconds = time.perf_counter() - begin
         self.seconds: list[float] = []
         self.processor_seconds: list[float] = []

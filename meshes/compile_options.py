@@ -4,6 +4,8 @@ Only what differs from a compiler's own choice is listed. An option that does no
 of the compiler; the tests compile with each of them.
 """
 
+import os
+
 import jax
 
 # Without it a gather of weights is done where it starts; exchanges overlap without.
@@ -34,12 +36,20 @@ KINDS: dict[str, dict[str, str | bool]] = {
 }
 
 
-def compile_options(platform: str, kind: str = "") -> dict[str, str | bool]:
+# Simulated devices that outnumber the cores: products of one would wait for threads that work for
+# another.
+_CROWDED_CPU = {"xla_cpu_multi_thread_eigen": False}
+
+
+def compile_options(
+    platform: str, kind: str = "", *, local_devices: int = 1
+) -> dict[str, str | bool]:
     """What to pass as `compiler_options=` to `jax.jit(...).lower(...).compile(...)`.
 
     Args:
         platform: of the devices compiled for: "tpu", "gpu" ("cuda" is the same) or "cpu".
         kind: their `device_kind`.
+        local_devices: how many of them run the program on this host.
 
     Raises:
         ValueError: no such platform in the table.
@@ -56,4 +66,6 @@ def compile_options(platform: str, kind: str = "") -> dict[str, str | bool]:
     for beginning, more in KINDS.items():
         if kind.startswith(beginning):
             options |= more
+    if platform == "cpu" and local_devices > (os.cpu_count() or 1):
+        options |= _CROWDED_CPU
     return options

@@ -161,7 +161,9 @@ class Trainer:
     def compile(self) -> None:
         """Compile the step before the first one runs, so that its time is known apart."""
         batch = self.placement.abstract(self.loader.shapes(), self.config.batch)
-        options = compile_options(jax.default_backend(), jax.devices()[0].device_kind)
+        mesh, kind = self.placement.mesh, jax.devices()[0].device_kind
+        used = 1 if mesh is None else mesh.local_mesh.size
+        options = compile_options(jax.default_backend(), kind, local_devices=used)
         self._step = self._step.lower(self.abstract, batch).compile(compiler_options=options)
         # Collectives of CPUs wait for half a minute only, and compilers are not equally quick.
         distributed.wait_for_all("compiled", seconds=LONG_SECONDS)

@@ -62,7 +62,7 @@ def test_a_compiled_program_is_read():
         text = (
             jax.jit(lambda x: meshes.reshard(x * 2, jax.P(None, None)))
             .lower(x)
-            .compile(compiler_options=meshes.compile_options("cpu"))
+            .compile(compiler_options=meshes.compile_options("cpu", local_devices=8))
             .as_text()
         )
     assert meshes.count_collectives(text) == {"all-gather": 1}
