@@ -30,6 +30,10 @@ class Chip:
     devices_per_host: int
     torus: int = 0  # dimensions of the torus inside a slice; 0: a switch joins a node
 
+    @property
+    def is_tpu(self) -> bool:
+        return self.torus > 0
+
 
 def _tpu(name, *, gib, tflops, memory, ici, dcn, torus, host, devices=1) -> Chip:
     """`ici` GB/s both ways and `dcn` Gbit/s, as documented per chip."""

@@ -7,9 +7,10 @@ figures are those of the arrays themselves.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from flax import nnx
 
@@ -97,6 +98,7 @@ class WeightGroup:
 
     Attributes:
         stored: elements.
+        tiled: elements of `stored` as TPUs keep them, whose arrays consist of whole tiles.
         used: elements after the gathers that precede their use.
         gathered_over: axes of these gathers, the outermost first.
         num_arrays: how many arrays, hence gathers, there are.
@@ -110,6 +112,7 @@ class WeightGroup:
     is_routed: bool
     gathered_over: tuple[str, ...]
     stored: int
+    tiled: int
     used: int
     num_arrays: int
 
@@ -121,13 +124,15 @@ class WeightGroup:
 class _Places:
     """`AxisRules.place`, looked up once per shape and sizes of the axes that it asks for."""
 
+    Place = tuple[tuple[str, ...], int]
+
     def __init__(self, rules: meshes.AxisRules):
         self.rules = rules
         self._asked: dict[tuple, tuple[str, ...]] = {}
-        self._found: dict[tuple, tuple[str, ...]] = {}
+        self._found: dict[tuple, _Places.Place] = {}
 
-    def axes(self, kind: ArrayKind, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Axes that cut such an array."""
+    def place(self, kind: ArrayKind, sizes: Mapping[str, int]) -> Place:
+        """Axes that cut such an array, and the elements of a piece in whole tiles."""
         asked = self._asked.get(kind.dims)
         if asked is None:
             spec = self.rules.spec(kind.dims)
@@ -137,9 +142,33 @@ class _Places:
         found = self._found.get(key)
         if found is None:
             spec = self.rules.place(kind.dims, kind.shape, sizes, "a parameter")
-            found = tuple(axis for entry in spec for axis in meshes.axes_of(entry))
+            entries = [meshes.axes_of(entry) for entry in (*spec, *(None,) * len(kind.shape))]
+            piece = [
+                n // math.prod(sizes[axis] for axis in entry)
+                for n, entry in zip(kind.shape, entries)
+            ]
+            found = tuple(itertools.chain(*entries)), _tiled_size(piece)
             self._found[key] = found
         return found
+
+
+def _tiled_size(shape: Sequence[int]) -> int:
+    """Elements of an array in tiles of 8 x 128 over the two dimensions that fit them best.
+
+    Fewer than 8 rows lie in tiles of 1, 2 or 4. Within 0.1 % of the compiler's arguments.
+    """
+
+    def whole(n, *tiles):
+        tile = next((tile for tile in tiles if n <= tile), tiles[-1])
+        return -(-n // tile) * tile
+
+    if len(shape) < 2:
+        return whole(math.prod(shape), 128)
+    size = math.prod(shape)
+    return min(
+        size // (rows * lanes) * whole(rows, 1, 2, 4, 8) * whole(lanes, 128)
+        for rows, lanes in itertools.permutations(shape, 2)
+    )
 
 
 _places = functools.lru_cache(maxsize=8)(_Places)
@@ -157,7 +186,7 @@ def weight_groups(
     sums: dict[tuple, list[int]] = {}
     places = _places(rules)
     for kind in array_kinds(cfg):
-        axes = places.axes(kind, sizes)
+        axes, tiled = places.place(kind, sizes)
         stays = (meshes.TENSOR, meshes.EXPERT) if kind.is_routed else (meshes.TENSOR,)
         gathered = tuple(axis for axis in meshes.STORAGE if axis in axes and axis not in stays)
         stored = kind.size // math.prod(sizes[axis] for axis in axes) * kind.count
@@ -170,10 +199,11 @@ def weight_groups(
             kind.is_routed,
             gathered,
         )
-        row = sums.setdefault(key, [0, 0, 0])
+        row = sums.setdefault(key, [0, 0, 0, 0])
         row[0] += stored
-        row[1] += stored * math.prod(sizes[axis] for axis in gathered)
-        row[2] += kind.count
+        row[1] += tiled * kind.count
+        row[2] += stored * math.prod(sizes[axis] for axis in gathered)
+        row[3] += kind.count
     names = [field.name for field in dataclasses.fields(WeightGroup)]
     return tuple(WeightGroup(**dict(zip(names, (*key, *row)))) for key, row in sums.items())
 
@@ -204,6 +234,7 @@ def argument_bytes(
     length: int = 0,
     training: bool = True,
     rules: meshes.AxisRules | None = None,
+    tiled: bool = False,
 ) -> ArgumentBytes:
     """Bytes per device of what a step is given, from the rules that place it.
 
@@ -215,24 +246,31 @@ def argument_bytes(
         length: tokens of each.
         training: with master copy, moments and gradients; without, parameters alone.
         rules: where dimensions go, by default the rules that the model is created with.
+        tiled: in whole tiles, as on a TPU.
 
     Raises:
         ValueError: a dimension does not divide by its axes.
     """
     groups = weight_groups(cfg, shape, rules or meshes.AxisRules())
     tokens = -(-batch // (shape.data * shape.fsdp * shape.expert)) * -(-length // shape.context)
-    return sum_bytes(groups, shape.stage, precision or Precision(), tokens, training)
+    return sum_bytes(groups, shape.stage, precision or Precision(), tokens, training, tiled=tiled)
 
 
 def sum_bytes(
-    groups: Iterable[WeightGroup], stages: int, precision: Precision, tokens: int, training: bool
+    groups: Iterable[WeightGroup],
+    stages: int,
+    precision: Precision,
+    tokens: int,
+    training: bool,
+    *,
+    tiled: bool = False,
 ) -> ArgumentBytes:
     """`argument_bytes` of arrays that are placed already, and of `tokens` on one device."""
     found = dict.fromkeys(("parameters", "master", "moments", "state", "gradients"), 0.0)
     narrow = precision.parameters != "float32"
     moment = BYTES[precision.momentum]
     for group in groups:
-        elements = group.stored * group.units(stages)
+        elements = (group.tiled if tiled else group.stored) * group.units(stages)
         if not group.trained:
             found["state"] += 4 * elements
             continue

@@ -135,13 +135,18 @@ class ModelFacts:
             self._groups[key] = weight_groups(self.cfg, candidate.shape, candidate.rules)
         return self._groups[key]
 
-    def stored(self, work: Workload, candidate: "Candidate") -> ArgumentBytes:
+    def stored(self, work: Workload, candidate: "Candidate", tiled: bool) -> ArgumentBytes:
         """Bytes of what a device keeps from step to step; without the batch."""
-        stages = candidate.shape.stage
-        key = (candidate.shape.sizes[2:], candidate.whole_weights, stages, work.precision, work.use)
+        stages, key = candidate.shape.stage, (candidate.shape.sizes[2:], candidate.whole_weights)
+        key = (*key, stages, work.precision, work.use, tiled)
         if key not in self._stored:
             self._stored[key] = sum_bytes(
-                self.weights(candidate), stages, work.precision, 0, work.use == "training"
+                self.weights(candidate),
+                stages,
+                work.precision,
+                0,
+                work.use == "training",
+                tiled=tiled,
             )
         return self._stored[key]
 

@@ -148,7 +148,7 @@ class Coster:
 
     def memory(self, local: Local) -> Memory:
         """Its peak."""
-        return peak_memory(local, self.chips.chip.memory_bytes)
+        return peak_memory(local, self.chips.chip)
 
     def cost(self, candidate: Candidate) -> Costed:
         """Everything about one mesh, whether it fits or not.
