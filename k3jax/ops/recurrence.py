@@ -2,8 +2,10 @@
 
 These functions run on one device inside of `meshes.per_device`; `axes` are the mesh axes that cut
 the tokens, outermost first. What the delta rule does to the state over a stretch is an affine map,
-`S_end = M S_start + b`. Every device finds its own M and b, one all-gather shows them to all, and
-each composes those before it into the state that enters its stretch. A run (see
+`S_end = M S_start + b`. Every device finds its own M and b. The heads of all rows are then divided
+among the devices: each receives M and b of all stretches for its share of them, composes these one
+after the other, and sends every stretch the states that enter it. Where the heads do not divide,
+one all-gather shows all M and b to all devices, and each composes everything. A run (see
 `pallas_kernels.kda`) may go on over any number of devices, and end and begin anywhere.
 """
 
@@ -124,17 +126,64 @@ def _enter(lower_bound, axes, operands, initial_state, segment_ids, continues):
         k, v, decay_logits, beta_logits,
         gate=gate, beta_logits=True, normalize_k=True, segment_ids=segment_ids,
     )  # fmt: skip
-    matrices, states = _gather_pair(matrix, added, axes)
     if continues is not None:  # the state after the last stretch is that of its last run
         continues = jnp.concatenate([continues, jnp.ones_like(continues[:1])])
-    found = entering_states(matrices, states, initial_state, continues)
-    return found[jax.lax.axis_index(axes)], found[-1], matrix
+    entering, final = _compose(matrix, added, initial_state, continues, axes)
+    return entering, final, matrix
 
 
-def _gather_pair(matrix: jax.Array, state: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """M [R, B, H, K, K] and the states [R, B, H, K, V] of all stretches, by one all-gather."""
-    pairs = jax.lax.all_gather(jnp.concatenate([matrix, state], axis=-1), axes)
-    return pairs[..., : matrix.shape[-1]], pairs[..., matrix.shape[-1] :]
+def _compose(
+    matrix: jax.Array,
+    added: jax.Array,
+    start: jax.Array,
+    continues: jax.Array | None,
+    axes: Axes,
+    *,
+    backwards: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """State that enters this stretch, and the one behind the last, from the maps of all stretches.
+
+    Args:
+        matrix: [B, H, K, K], M of this stretch.
+        added: [B, H, K, V], its b.
+        start: [B, H, K, V], what enters the first stretch; the same on all devices.
+        continues: [R + 1, B] or None, see `entering_states`, in the order of composition.
+        axes: mesh axes that cut the tokens.
+        backwards: from the last stretch to the first.
+
+    Returns:
+        two arrays [B, H, K, V], of which the second is the same on all devices.
+    """
+    ranks, number = num_ranks(axes), jax.lax.axis_index(axes)
+    pair = jnp.concatenate([matrix, added], axis=-1)
+    (batch, heads, width), num_values = pair.shape[:3], added.shape[-1]
+    divides = batch * heads % ranks == 0
+    if divides:
+        share = batch * heads // ranks
+        own = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, number * share, share, axis)  # noqa: E731
+        pairs = jax.lax.all_to_all(_by_head(pair), axes, 0, 0, tiled=True)
+        pairs = pairs.reshape(ranks, share, 1, *pair.shape[2:])
+        start = own(_by_head(start), 0)[:, None]
+        if continues is not None:
+            continues = own(jnp.repeat(continues, heads, axis=1), 1)
+    else:
+        pairs = jax.lax.all_gather(pair, axes)
+    pairs = pairs[::-1] if backwards else pairs
+    found = entering_states(pairs[..., :width], pairs[..., width:], start, continues)
+    entering, last = found[:-1], found[-1]
+    entering = entering[::-1] if backwards else entering
+    if not divides:
+        return entering[number], last
+    shape = (batch, heads, width, num_values)
+    entering = entering.reshape(batch * heads, width, num_values)
+    entering = jax.lax.all_to_all(entering, axes, 0, 0, tiled=True)
+    last = jax.lax.all_gather(last[:, 0], axes, tiled=True)
+    return entering.reshape(shape), last.reshape(shape)
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+    """[B, H, ...] -> [B H, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _delta_rule_forward(lower_bound, axes, operands, initial_state, segment_ids, continues):
@@ -164,15 +213,13 @@ def _delta_rule_backward(lower_bound, axes, kept, cotangents):
     else:  # every device returned the state, and holds a part of its gradient
         d_final = jax.lax.psum(d_final, axes)
     _, added = gradients((d_output, nothing))
-    matrices, states = _gather_pair(jnp.swapaxes(matrix, -1, -2), added, axes)
-    number, last = jax.lax.axis_index(axes), num_ranks(axes) - 1
-    backwards = None
     if continues is not None:
         # What leaves stretch r backwards reaches r - 1 only if r continues it.
-        backwards = jnp.concatenate([jnp.ones_like(continues[:1]), continues[::-1]])
-    found = entering_states(matrices[::-1], states[::-1], d_final, backwards)
-    d_operands, _ = gradients((d_output, found[last - number]))
-    d_initial = jnp.where(number == 0, found[-1], 0)
+        continues = jnp.concatenate([jnp.ones_like(continues[:1]), continues[::-1]])
+    transposed = jnp.swapaxes(matrix, -1, -2)
+    entering, first = _compose(transposed, added, d_final, continues, axes, backwards=True)
+    d_operands, _ = gradients((d_output, entering))
+    d_initial = jnp.where(jax.lax.axis_index(axes) == 0, first, 0)
     return d_operands, d_initial, None, None
 
 
