@@ -54,6 +54,9 @@ MACHINES = {
     "v5p-1024-adamw": Machine(
         chips="v5p:8x8x16", shape=MeshShape(fsdp=16, expert=64), batch=1024, rule="adamw"
     ),
+    "v5p-1024-tensor2": Machine(
+        chips="v5p:8x8x16", shape=MeshShape(fsdp=8, expert=64, tensor=2), batch=512
+    ),
     "h200-2048": Machine(chips="h200:2048", shape=MeshShape(fsdp=32, expert=64), batch=2048),
 }
 
