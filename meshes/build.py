@@ -24,8 +24,8 @@ class MeshShape:
 
     def __post_init__(self):
         for axis, size in zip(AXES, self.sizes):
-            if size < 1:
-                raise ValueError(f"MeshShape.{axis}={size} must be at least 1")
+            if type(size) is not int or size < 1:
+                raise ValueError(f"MeshShape.{axis}={size!r} must be a whole number, at least 1")
 
     @property
     def sizes(self) -> tuple[int, ...]:

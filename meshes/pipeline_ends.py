@@ -22,8 +22,9 @@ def rows_in_stage(x: jax.Array) -> int:
 
 
 def divisors(rows: int) -> list[int]:
-    """Numbers of micro-batches into which so many rows divide."""
-    return [n for n in range(1, rows + 1) if rows % n == 0]
+    """All divisors, ascending."""
+    small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    return sorted({*small, *(rows // n for n in small)})
 
 
 def enter(x: jax.Array, micro_batches: int, dimension: int = 0) -> jax.Array:

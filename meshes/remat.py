@@ -11,7 +11,8 @@ def keep_all_but_gathered(primitive, *_, **params) -> bool:
     would be kept in its place. So what any all-gather makes is gathered again, except over tensor,
     activations among it: they are larger than what they are gathered from. Activations that change
     devices otherwise are kept: they stay cut over batch or context, weights in use over tensor
-    alone.
+    alone. Keys that latent attention expands from gathered latents are kept whole, too: full
+    recomputation or `Parallel(attention="ring")` avoid it.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED

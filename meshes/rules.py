@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from meshes.axes import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
+from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 
 # Axes over which a weight is only *stored* in pieces: whoever uses it gathers them first. The
 # devices along them hold different tokens.
@@ -58,6 +58,11 @@ class AxisRules:
                 raise ValueError(f"unknown logical dimension {name!r}; known: {sorted(table)}")
             axes = () if name is None else table[name]
             for axis in axes:
+                if axis not in AXES:
+                    raise ValueError(
+                        f"AxisRules: dimension {name!r} goes to the mesh axis {axis!r}, which does "
+                        f"not exist; use {', '.join(AXES)}"
+                    )
                 if axis in used:
                     raise ValueError(
                         f"mesh axis {axis!r} is claimed by both {used[axis]!r} and {name!r} "
@@ -88,6 +93,8 @@ class AxisRules:
         Raises:
             ValueError: as `spec`, or a size that does not divide.
         """
+        if len(names) > len(shape):
+            raise ValueError(f"{what}: {len(names)} names {names} for the shape {tuple(shape)}")
         names = ("layers",) * (len(shape) - len(names)) + tuple(names)
         entries: list[tuple[str, ...] | None] = []
         for name, size, entry in zip(names, shape, self.spec(names)):

@@ -66,7 +66,20 @@ def gather(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> jax.Array:
 
 
 def pieces_of(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> Pieces:
-    """Per dimension the axes that only store `weight` in pieces: all but those of `keep`."""
+    """Per dimension the axes that only store `weight` in pieces: all but those of `keep`.
+
+    Raises:
+        ValueError: such an axis stands before one of `keep`: gathered around it the elements of a
+            piece would not follow one another.
+    """
+    for entry in map(axes_of, spec_of(weight)):
+        kept = [axis in keep for axis in entry]
+        if kept != sorted(kept, reverse=True):
+            order = tuple(sorted(entry, key=lambda axis: axis not in keep))
+            raise ValueError(
+                f"a weight of shape {weight.shape} lies as {spec_of(weight)}: axes that only store "
+                f"it must stand behind those that cut the computation; write {order} in AxisRules"
+            )
     return tuple(tuple(a for a in axes_of(e) if a not in keep) for e in spec_of(weight))
 
 

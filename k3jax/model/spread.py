@@ -51,8 +51,16 @@ def spread_rows(
     tokens, length = jnp.asarray(tokens), jnp.shape(tokens)[1]
     if not meshes.has_mesh():
         return Spread(tokens, segment_ids, length)
+    # The model cuts tokens over tensor itself, where it wants them so.
+    tokens = ops.whole_over_tensor(tokens)
     batch, cut = meshes.spec_of(tokens)
     rules = meshes.AxisRules()
+    for entry, name in ((batch, "batch"), (cut, "tokens")):
+        known = meshes.axes_of(rules.spec((name,))[0])
+        if wrong := set(meshes.axes_of(entry)) - set(known):
+            raise UserError(
+                f"the {name} dimension of the tokens lies on {sorted(wrong)}; it may lie on {known}"
+            )
     if not _parts(batch):
         batch = _row_axes(tokens.shape[0], rules.spec(("batch",))[0])
     (wanted,) = rules.spec(("tokens",))

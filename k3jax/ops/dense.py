@@ -59,7 +59,7 @@ def _arrange(equation: str, x: jax.Array, w: jax.Array):
     x_letters, w_letters = operands.split(",")
     w_axes = dict(zip(w_letters, map(axes_of, meshes.spec_of(w))))
     is_cut = [letter for letter in w_letters if TENSOR in w_axes[letter]]
-    if "t" in x_letters and any(letter in output for letter in is_cut):
+    if "t" in x_letters and is_cut:
         x = whole_over_tensor(x, x_letters.index("t"))
     x_axes = dict(zip(x_letters, meshes.spec_of(x)))
     used = {axis for letter in output if letter in x_axes for axis in axes_of(x_axes[letter])}
@@ -116,8 +116,10 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     num_rows, pieces = table.shape[0], meshes.pieces_of(table)
     stored = meshes.spec_of(table)
-    batch, tokens_axes = meshes.spec_of(tokens)
     is_cut = TENSOR in axes_of(stored[0])
+    if is_cut:  # a token's row is a sum over tensor: all devices along it need the same tokens
+        tokens = whole_over_tensor(tokens)
+    batch, tokens_axes = meshes.spec_of(tokens)
     stream = stream_axes(tokens.shape[1], tokens_axes) if is_cut else tokens_axes
 
     def run(table, tokens):

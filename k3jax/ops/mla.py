@@ -45,7 +45,7 @@ def latent_attention(
         latent, k_rope = whole_over_tensor(latent), whole_over_tensor(k_rope)
     keys = meshes.spec_of(latent)[1]
     kv_b, pieces = kv_b.astype(q.dtype), meshes.pieces_of(kv_b)
-    stored = meshes.spec_of(kv_b)
+    pieces, stored = (pieces[0], (), pieces[2]), meshes.spec_of(kv_b)
 
     def run(q, latent, k_rope, kv_b, segment_ids, kv_segment_ids, q_offset):
         kv_b = meshes.gather_pieces(kv_b, pieces)

@@ -1,10 +1,13 @@
 """How the work of one call is spread over the mesh in force."""
 
 import dataclasses
+import math
 import typing
 from typing import Literal
 
 from k3jax.errors import UserError
+
+MOST_CHUNKS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class Parallel:
     capacity_factor: float = 2.0
     """Rows a rank takes in plain mode, as a multiple of the mean."""
     expert_chunks: int = 1
-    """Parts of the batch whose exchange overlaps the expert product of another part."""
+    """Parts of the batch whose exchange overlaps the expert product of another part; at most 64."""
     attention: Literal["gather", "ring"] = "gather"
     """Full attention over the context axis: gather all latents, or pass them around a ring."""
     context_layout: Literal["contiguous", "balanced"] = "contiguous"
@@ -41,12 +44,20 @@ class Parallel:
             allowed = [a for a in allowed if isinstance(a, str)]
             if value not in allowed and not (name == "transport" and value is None):
                 raise UserError(f"parallel.{name}={value!r} must be one of {allowed}")
-        if not self.capacity_factor > 0:
-            raise UserError(f"parallel.capacity_factor={self.capacity_factor} must be above 0")
+        factor = self.capacity_factor
+        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
+            raise UserError(f"parallel.capacity_factor={factor!r} must be a finite number above 0")
         for name in ("expert_chunks", "node_size", "pipeline_micro_batches"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"parallel.{name}={value} must be at least 1")
+            if value is None and name != "expert_chunks":
+                continue
+            if type(value) is not int or value < 1:
+                raise UserError(f"parallel.{name}={value!r} must be a whole number, at least 1")
+        if self.expert_chunks > MOST_CHUNKS:
+            raise UserError(
+                f"parallel.expert_chunks={self.expert_chunks} must be at most {MOST_CHUNKS}: each "
+                "is an exchange of its own in the program"
+            )
 
 
 DEFAULT_PARALLEL = Parallel()

@@ -14,9 +14,12 @@ from k3jax.plan.memory import Memory, peak_memory
 from k3jax.plan.timing import StepTime, forward_flops, step_time
 from k3jax.plan.traffic import Transfer, count_traffic
 from k3jax.plan.workload import BYTES, Workload
+from meshes.pipeline_ends import divisors
 
 # Transient spikes and what a formula misses: a mesh must fit with so much to spare.
 MEMORY_MARGIN = 0.05
+# More are typing errors, and a search over them does not end.
+MOST_DEVICES, MOST_ROWS = 1 << 20, 1 << 31
 # Numbers of micro-batches that a pipeline tries, from the smallest that fills it.
 PIPELINE_TRIES = 4
 
@@ -194,6 +197,10 @@ def _transport(local: Local, chips: meshes.Hardware) -> tuple[str | None, int | 
 
 def _check_fixed(work: Workload, chips: meshes.Hardware, fixed: Mapping[str, int]) -> None:
     total = chips.num_devices
+    if total > MOST_DEVICES:
+        raise UserError(f"{chips} has {total:,} devices; at most {MOST_DEVICES:,} can be planned")
+    if work.batch > MOST_ROWS:
+        raise UserError(f"batch={work.batch:,} must be at most {MOST_ROWS:,}")
     problems = []
     for axis, size in fixed.items():
         if axis not in meshes.AXES:
@@ -227,7 +234,6 @@ def _shapes(
     """Meshes whose axes each have a size that works; sizes that do not are written down."""
     total = chips.num_devices
     left_over = total // math.prod(fixed.values())
-    divisors = [n for n in range(1, left_over + 1) if left_over % n == 0]
     allowed: dict[str, list[int]] = {}
     for axis in meshes.AXES:
         if axis in fixed:
@@ -235,14 +241,15 @@ def _shapes(
             continue
         allowed[axis] = []
         refused = []
-        for size in divisors:
+        for size in divisors(left_over):
             bad = [f for f in axis_findings(work, chips, axis, size) if f.verdict == "refused"]
             if bad:
                 refused.append((size, bad[0].text))
             else:
                 allowed[axis].append(size)
         if refused:
-            sizes = ", ".join(str(size) for size, _ in refused)
+            sizes = ", ".join(str(size) for size, _ in refused[:12])
+            sizes += f", ... ({len(refused)} sizes)" if len(refused) > 12 else ""
             refusals[f"{axis} sizes"] = Refusal(
                 axis=axis, count=0, text=f"sizes {sizes}: for example {refused[0][1]}"
             )
@@ -321,15 +328,15 @@ def _candidates(work: Workload, shape: meshes.MeshShape, micro: int | None) -> I
     """Ways to use a mesh, those with fewer micro-batches first."""
     if work.use == "training":
         rows, rest = divmod(work.batch, shape.data * shape.fsdp * shape.expert * shape.stage)
-        counts = [n for n in range(1, rows + 1) if rows % n == 0]
-        if micro or rest:
-            counts = [micro or 1]
+        fitting = divisors(rows) if rows else [1]
+        counts = [micro or 1] if micro or rest else fitting
         if shape.stage == 1:
             for count in counts:
                 yield Candidate(shape=shape, micro_batches=count)
             return
         for count in counts[:PIPELINE_TRIES]:
-            for parts in [n for n in counts if rows % (n * count) == 0][:PIPELINE_TRIES]:
+            # Where the rows do not divide, one candidate says so.
+            for parts in [n for n in fitting if rows % (n * count) == 0][:PIPELINE_TRIES] or [1]:
                 yield Candidate(
                     shape=shape, micro_batches=count, pipeline_micro_batches=parts * shape.stage
                 )

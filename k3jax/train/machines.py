@@ -26,8 +26,8 @@ class MeshConfig:
 
     def __post_init__(self):
         for name, size in dataclasses.asdict(self).items():
-            if size < 1:
-                raise UserError(f"mesh.{name}={size} must be at least 1")
+            if type(size) is not int or size < 1:
+                raise UserError(f"mesh.{name}={size!r} must be a whole number, at least 1")
 
     @property
     def num_devices(self) -> int:

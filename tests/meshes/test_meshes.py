@@ -15,7 +15,7 @@ def mesh_of(**sizes):
 
 
 def test_axis_size_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"MeshShape\.fsdp=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"MeshShape\.fsdp=0 must be a whole number, at least 1"):
         meshes.MeshShape(fsdp=0)
 
 

@@ -204,5 +204,5 @@ def test_as_many_micro_batches_as_stages_or_fewer():
 
 
 def test_micro_batches_are_checked():
-    with pytest.raises(UserError, match=r"pipeline_micro_batches=0 must be at least 1"):
+    with pytest.raises(UserError, match=r"pipeline_micro_batches=0 must be a whole number"):
         ops.Parallel(pipeline_micro_batches=0)

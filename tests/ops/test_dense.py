@@ -64,3 +64,24 @@ def test_sharding_of_the_result_follows_the_operands(x_spec, w_spec, expected):
         )
         assert got.sharding.is_equivalent_to(jax.NamedSharding(mesh, expected), 4)
     assert_close(got, np.einsum("btd,dhk->bthk", x, w))
+
+
+def test_tokens_cut_over_tensor_are_embedded_by_all_pieces_of_the_vocabulary():
+    """Each piece of the table adds to every token, whoever held it."""
+    table = jnp.arange(24.0).reshape(8, 3)
+    tokens = jnp.array([[0, 7, 3, 5], [6, 2, 2, 1]])
+    mesh = meshes.build_mesh(meshes.MeshShape(fsdp=2, tensor=2), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(table, jax.NamedSharding(mesh, P(("tensor", "fsdp"), None)))
+        cut = jax.device_put(tokens, jax.NamedSharding(mesh, P("fsdp", "tensor")))
+        rows = ops.embed(placed, cut)
+    np.testing.assert_array_equal(rows, table[tokens])
+
+
+def test_storage_axes_before_computing_ones_are_refused():
+    mesh = meshes.build_mesh(meshes.MeshShape(fsdp=2, tensor=2), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 3, 4)), jax.NamedSharding(mesh, P("fsdp")))
+        w = jax.device_put(jnp.ones((4, 8)), jax.NamedSharding(mesh, P(None, ("fsdp", "tensor"))))
+        with pytest.raises(ValueError, match=r"write \('tensor', 'fsdp'\) in AxisRules"):
+            ops.dense("btd,df->btf", x, w)

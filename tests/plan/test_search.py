@@ -239,3 +239,19 @@ def test_wrong_workloads_are_refused_by_field():
         Precision(momentum="int8")
     with pytest.raises(UserError, match="holds constants, which training cannot change"):
         training(precision=Precision(experts="mxfp4"))
+
+
+def test_given_micro_batches_leave_the_parts_of_the_pipeline_open():
+    plan = make_plan(training(batch=8192), POD, fixed={"stage": 4}, micro_batches=2)
+    assert {costed.candidate.micro_batches for costed in plan.ranked} == {2}
+    parts = {costed.candidate.pipeline_micro_batches for costed in plan.ranked}
+    assert all(n % 4 == 0 for n in parts) and parts
+    with pytest.raises(UserError, match="does not divide by micro-batches 3"):
+        make_plan(training(), POD, fixed={"stage": 4}, micro_batches=3)
+
+
+def test_absurd_numbers_are_refused():
+    with pytest.raises(UserError, match="at most 1,048,576 can be planned"):
+        make_plan(training(), meshes.hardware("h200:99999999999999992"))
+    with pytest.raises(UserError, match="batch=99,999,999,999 must be at most"):
+        make_plan(training(batch=99_999_999_999), POD)
