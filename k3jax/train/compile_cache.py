@@ -8,6 +8,9 @@ import jax
 from k3jax.errors import UserError
 
 OFF = "off"
+# Several devices of one CPU. A large program of theirs that came from the folder was seen to wait
+# forever, devices at different collectives (expert 8, jax 0.10.2); compiled anew it never did.
+SIMULATED = "xla_force_host_platform_device_count"
 
 
 def use_compile_cache(folder: str | None) -> Path | None:
@@ -15,7 +18,8 @@ def use_compile_cache(folder: str | None) -> Path | None:
 
     Args:
         folder: the option; None takes the folder that jax was told by other means
-            (JAX_COMPILATION_CACHE_DIR), else `k3jax/compiled` below the user's cache folder.
+            (JAX_COMPILATION_CACHE_DIR), else `k3jax/compiled` below the user's cache folder, except
+            for simulated devices: their programs are kept only where it was asked for.
 
     Returns:
         The folder; None when programs are not kept.
@@ -28,6 +32,8 @@ def use_compile_cache(folder: str | None) -> Path | None:
         return None
     if folder is None and jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
+    if folder is None and SIMULATED in os.environ.get("XLA_FLAGS", ""):
+        return None
     path = default_folder() if folder is None else Path(folder).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)

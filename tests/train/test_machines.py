@@ -144,6 +144,9 @@ def test_compiled_programs_go_where_they_are_wanted(cache_setting, tmp_path, mon
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
     assert use_compile_cache(None) == tmp_path / "told"
     jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    assert use_compile_cache(None) is None
+    monkeypatch.delenv("XLA_FLAGS")
     assert use_compile_cache(None) == default_folder() == tmp_path / "cache" / "k3jax" / "compiled"
     assert use_compile_cache(str(tmp_path / "own")) == tmp_path / "own"
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
