@@ -45,7 +45,7 @@ def test_the_mesh_that_is_offered_also_fits_the_rows():
 def test_rows_that_do_not_divide_over_the_mesh():
     with pytest.raises(UserError, match=r"6 rows at a time .* do not divide by the 4 parts"):
         Placement(MeshConfig(fsdp=2, expert=2, context=2), rows=6)
-    with pytest.raises(UserError, match=r"mesh\.tensor=0 must be at least 1"):
+    with pytest.raises(UserError, match=r"mesh\.tensor=0 must be a whole number"):
         MeshConfig(tensor=0)
     with pytest.raises(UserError, match=r"cluster\.heartbeat_seconds=0 must be at least 1"):
         ClusterConfig(heartbeat_seconds=0)
