@@ -25,10 +25,11 @@ OPTIONS="--batch 1024 --length 8192 --micro-batches 1 --remat full"  # EDIT
 
 # One process per node: JAX would otherwise hold back a quarter of the GPU memory.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from the job by itself
 cd "$SHARED" || exit 1
 
 train() {
-  if [ -d "runs/$RUN/checkpoints" ]; then
+  if [ -f "runs/$RUN/config.json" ]; then
     srun --kill-on-bad-exit=0 k3jax resume "runs/$RUN" --distributed $MESH
   else
     srun --kill-on-bad-exit=0 k3jax train "$MODEL" --name "$RUN" --runs runs --distributed \
@@ -36,13 +37,14 @@ train() {
   fi
 }
 
-# srun's status is the highest of its tasks'. A process that died (5) is worth three more tries on
-# the same nodes; a node that is gone ends the job, and --requeue starts it again.
+# srun's status is the highest of its tasks'. A process that died (5) or did not come (6) is worth
+# three more tries on the same nodes; a node that is gone ends the job, and --requeue starts it again.
 for try in 1 2 3 4; do
   train
   status=$?
-  [ $status -eq 5 ] || break
-  echo "try $try ended because a process died; continuing from the last checkpoint"
+  case $status in 5 | 6) ;; *) break ;; esac
+  echo "try $try ended with status $status; continuing from the last checkpoint"
   sleep 30
 done
+[ $status -eq 143 ] && scontrol requeue "$SLURM_JOB_ID"  # the time limit: go on in another slot
 exit $status

@@ -17,7 +17,7 @@ OPTIONS="--batch 1024 --length 8192 --remat full"  # EDIT
 
 # Outside of GKE a worker asks its machine's metadata for its place.
 PLACE="--distributed --cluster.coordinator auto"
-COMMAND="if [ -d $RUN/checkpoints ]; then k3jax resume $RUN $PLACE $MESH; else \
+COMMAND="if [ -f $RUN/config.json ]; then k3jax resume $RUN $PLACE $MESH; else \
 k3jax train $MODEL --name $(basename $RUN) --runs $(dirname $RUN) $PLACE $MESH \
 --compile-cache /shared/compiled $OPTIONS; fi"
 

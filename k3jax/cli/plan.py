@@ -101,7 +101,10 @@ class Plan:
         except ValueError as error:
             raise UserError(f"--chips: {error}") from error
         fixed = {axis: n for axis, n in dataclasses.asdict(self.mesh).items() if n is not None}
-        plan = make_plan(work, chips, fixed=fixed, micro_batches=self.micro_batches, best=self.best)
+        with Console(stderr=True, quiet=self.json).status("costing every mesh (seconds)"):
+            plan = make_plan(
+                work, chips, fixed=fixed, micro_batches=self.micro_batches, best=self.best
+            )
         facts = describe_plan(plan, target.name)
         if self.compile:
             from k3jax.cli.plan_compile import compile_meshes

@@ -32,8 +32,7 @@ def show_header(console: Console, facts: Facts) -> None:
         console.print(
             f"precision: {precision['parameters']} parameters, master copy "
             f"{precision['master']}, {precision['optimizer']} with {precision['momentum']} "
-            "moments, sums of gradients float32, every layer recomputed (--precision.* changes "
-            "it)\n"
+            "moments (--precision.*); sums of gradients float32, every layer recomputed\n"
         )
     else:
         experts = precision["experts"] if precision["experts"] != "same" else "no other"
@@ -155,8 +154,13 @@ def show_command(console: Console, facts: Facts, mesh: Facts) -> None:
         return
     options = [f"--mesh.{axis} {size}" for axis, size in mesh["mesh"].items() if size > 1]
     options += [f"--batch {facts['batch']}", f"--length {facts['length']}", "--remat full"]
-    if mesh["micro_batches"] > 1:
-        options.append(f"--micro-batches {mesh['micro_batches']}")
+    options.append(f"--micro-batches {mesh['micro_batches']}")
+    precision = facts["precision"]
+    for name in ("parameters", "momentum"):
+        options.append(f"--precision.{name} {precision[name]}")
+    # The moments and steps of Muon, without its orthogonalisation.
+    rule = "adamw" if precision["optimizer"] == "adamw" else "momentum"
+    options.append(f"--optimizer.rule {rule}")
     if mesh["pipeline_micro_batches"] > 1:
         options.append(f"--parallel.pipeline-micro-batches {mesh['pipeline_micro_batches']}")
     if mesh["transport"]:
@@ -165,7 +169,11 @@ def show_command(console: Console, facts: Facts, mesh: Facts) -> None:
         options.append(f"--parallel.node-size {mesh['node_size']}")
     if facts["hardware"]["devices"] > facts["hardware"]["devices_per_host"]:
         options.append("--distributed")
-    console.print(f"as options of k3jax train:\n  {' '.join(options)}", soft_wrap=True)
+    console.print(
+        f"as options of k3jax train (after a preset or the path of a config.json):\n"
+        f"  {' '.join(options)}",
+        soft_wrap=True,
+    )
 
 
 def _cell(rows: list[tuple[str, str]], index: int) -> tuple[str, str]:

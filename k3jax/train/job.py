@@ -15,6 +15,7 @@ from k3jax.train import processes
 from k3jax.train.compile_cache import use_compile_cache
 from k3jax.train.config import TrainConfig, resolve_model
 from k3jax.train.data import TrainingData, read_data
+from k3jax.train.placement import Placement
 from k3jax.train.progress import Stopwatch
 from k3jax.train.run_directory import RunDirectory, choose_path, environment
 from k3jax.train.stopping import Diverged, Interrupted, ReplicasDiffer
@@ -39,6 +40,7 @@ def train(config: TrainConfig, console: Console) -> RunDirectory:
     # A taken name shows before the data is read.
     processes.decided_by_lead("name", lambda: str(choose_path(config)))
     model, data = _prepare(config, lambda: resolve_model(config.model))
+    Placement(config.mesh, config.batch // config.micro_batches)  # refused before anything is made
 
     create = functools.partial(RunDirectory.create, config, model, data.corpus.summary())
     with contextlib.closing(_open_together(create, config, report)) as run:

@@ -32,7 +32,8 @@ def test_tables_show_ranking_memory_traffic_limits_and_options(capsys):
         "waited for",
         "What does not work",
         "does not divide 896 routed experts",
-        "as options of k3jax train:",
+        "as options of k3jax train (after a preset",
+        "--precision.parameters bfloat16 --precision.momentum bfloat16 --optimizer.rule momentum",
         "--remat full",
     ):
         assert expected in printed.replace("\n", " ")
