@@ -20,8 +20,9 @@ def cross_entropy(
     split over the mesh axes of the head's columns that do not already split the tokens; devices
     exchange two numbers per token.
     """
-    head, rows = head.astype(hidden.dtype), meshes.pieces_of(head)[0]
-    stored, columns = meshes.spec_of(head)
+    head = head.astype(hidden.dtype)
+    stored, columns = meshes.spec_of(head)  # columns in any order: pieces of them stay pieces
+    rows = axes_of(stored)
     if axes_of(columns):
         hidden = whole_over_tensor(hidden)
     batch, tokens, _ = meshes.spec_of(hidden)
