@@ -1,6 +1,7 @@
 """A whole run on a mesh of eight devices: what it leaves behind, and the curve of one device."""
 
 import dataclasses
+import functools
 import io
 import json
 
@@ -17,6 +18,7 @@ from k3jax.train.placement import Placement
 from k3jax.train.restore import load_run
 from k3jax.train.stopping import ReplicasDiffer
 from tests.meshes.test_replicas import flip
+from tests.train.conftest import micro_model
 
 
 def test_copies_that_differ_stop_a_run_with_the_name_of_the_array():
@@ -67,3 +69,25 @@ def test_a_run_on_a_mesh_equals_one_on_one_device(config, tmp_path):
     # Its checkpoint is a model for one device.
     for a, b in zip(*(jax.tree.leaves(load_run(run.path)) for run in runs.values()), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=3e-3)
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_goes_on_on_one_device(config, tmp_path):
+    """Checkpoints are in depth order: four steps in stages, then two on one device."""
+    model = micro_model()
+    model = dataclasses.replace(
+        model, num_layers=4, kda_layers=(1,), full_attention_layers=(2, 3, 4), vision=None
+    )
+    (tmp_path / "deep.json").write_text(json.dumps(model.to_hf()))
+    config = dataclasses.replace(
+        config, model=str(tmp_path / "deep.json"), batch=8, steps=4, length=40, remat="full"
+    )
+    curves, silent = {}, Console(file=io.StringIO(), width=120)
+    on_one_device = functools.partial(dataclasses.replace, mesh=MeshConfig(), steps=6)
+    for name, mesh in (("one", {}), ("stages", {"stage": 2, "data": 4})):
+        run = job.train(dataclasses.replace(config, name=name, mesh=MeshConfig(**mesh)), silent)
+        run = job.resume(str(run.path), on_one_device, silent)
+        records = read_metrics(run.metrics_file)
+        curves[name] = [(r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
+    assert len(curves["one"]) == 6
+    np.testing.assert_allclose(curves["stages"], curves["one"], rtol=1e-4)
