@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec
 from meshes.axes import AXES, CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, axes_of
 
 # Axes over which a weight is only *stored* in pieces: whoever uses it gathers them first. The
-# devices along them hold different tokens.
-STORAGE = (FSDP, EXPERT, CONTEXT)
+# devices along them hold different tokens. The innermost is gathered first, while the pieces are
+# small: that is the axis whose neighbours lie farthest apart.
+STORAGE = (CONTEXT, EXPERT, FSDP)
 
 # Each logical dimension that a weight or an input may have.
 DEFAULT: dict[str, tuple[str, ...]] = {
@@ -25,7 +26,7 @@ DEFAULT: dict[str, tuple[str, ...]] = {
     # stored in pieces: one of them in each large weight
     "embed": STORAGE,
     "rank": STORAGE,
-    "expert_latent": (FSDP, CONTEXT),
+    "expert_latent": (CONTEXT, FSDP),
     # whole
     "head_dim": (),
     "latent": (),
@@ -81,8 +82,8 @@ class AxisRules:
     ) -> PartitionSpec:
         """`spec` for one array on one mesh.
 
-        Axes of size 1 are left out. Dimensions in `STORED` take their axes in order as long as
-        they divide the size; every other dimension must divide.
+        Axes of size 1 are left out. Dimensions in `STORED` take their axes, the innermost first, as
+        long as they divide the size; every other dimension must divide.
 
         Args:
             names: logical dimensions; dimensions in front of them are "layers".
@@ -101,8 +102,8 @@ class AxisRules:
             axes = tuple(axis for axis in axes_of(entry) if axis_sizes[axis] > 1)
             parts = [axis_sizes[axis] for axis in axes]
             if name in STORED:
-                divides = [size % math.prod(parts[: n + 1]) == 0 for n in range(len(parts))]
-                axes = axes[: [*divides, False].index(False)]
+                divides = [size % math.prod(parts[-n:]) == 0 for n in range(1, len(parts) + 1)]
+                axes = axes[len(axes) - [*divides, False].index(False) :]
             elif size % math.prod(parts):
                 at_most = math.gcd(size, math.prod(parts))
                 raise ValueError(

@@ -59,8 +59,10 @@ def gather(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> jax.Array:
     that is summed whole on every device before it is cut again. Large ones are gathered where each
     device has its own gradient, by `gather_pieces`. The result bears the name `GATHERED`.
     """
-    used = PartitionSpec(*(_joined(axes) for axes in _kept(weight, keep)))
-    if all(axes_of(a) == axes_of(b) for a, b in zip(spec_of(weight), used)):
+    spec = spec_of(weight)
+    kept = [tuple(a for a in axes_of(entry) if a in keep) or None for entry in spec]
+    used = PartitionSpec(*(axes[0] if axes and len(axes) == 1 else axes for axes in kept))
+    if all(axes_of(a) == axes_of(b) for a, b in zip(spec, used)):
         return weight
     return checkpoint_name(reshard(weight, used), GATHERED)
 
@@ -94,14 +96,6 @@ def gather_pieces(piece: jax.Array, pieces: Pieces) -> jax.Array:
         for axis in reversed(axes):
             piece = jax.lax.all_gather(piece, axis, axis=dimension, tiled=True)
     return checkpoint_name(piece, GATHERED) if any(pieces) else piece
-
-
-def _kept(weight: jax.Array, keep: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [tuple(a for a in axes_of(entry) if a in keep) for entry in spec_of(weight)]
-
-
-def _joined(axes: tuple[str, ...]):
-    return axes[0] if len(axes) == 1 else axes or None
 
 
 def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

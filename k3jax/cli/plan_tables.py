@@ -156,7 +156,7 @@ def show_command(console: Console, facts: Facts, mesh: Facts) -> None:
     options += [f"--batch {facts['batch']}", f"--length {facts['length']}", "--remat full"]
     options.append(f"--micro-batches {mesh['micro_batches']}")
     precision = facts["precision"]
-    for name in ("parameters", "momentum"):
+    for name in ("parameters", "master", "momentum"):
         options.append(f"--precision.{name} {precision[name]}")
     # The moments and steps of Muon, without its orthogonalisation.
     rule = "adamw" if precision["optimizer"] == "adamw" else "momentum"
@@ -170,7 +170,7 @@ def show_command(console: Console, facts: Facts, mesh: Facts) -> None:
     if facts["hardware"]["devices"] > facts["hardware"]["devices_per_host"]:
         options.append("--distributed")
     console.print(
-        f"as options of k3jax train (after a preset or the path of a config.json):\n"
+        "as options of k3jax train (after a preset or the path of a config.json):\n"
         f"  {' '.join(options)}",
         soft_wrap=True,
     )

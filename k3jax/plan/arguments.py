@@ -100,7 +100,7 @@ class WeightGroup:
         stored: elements.
         tiled: elements of `stored` as TPUs keep them, whose arrays consist of whole tiles.
         used: elements after the gathers that precede their use.
-        gathered_over: axes of these gathers, the outermost first.
+        gathered_over: axes of these gathers, in their order.
         num_arrays: how many arrays, hence gathers, there are.
     """
 
@@ -188,7 +188,7 @@ def weight_groups(
     for kind in array_kinds(cfg):
         axes, tiled = places.place(kind, sizes)
         stays = (meshes.TENSOR, meshes.EXPERT) if kind.is_routed else (meshes.TENSOR,)
-        gathered = tuple(axis for axis in meshes.STORAGE if axis in axes and axis not in stays)
+        gathered = tuple(a for a in reversed(meshes.STORAGE) if a in axes and a not in stays)
         stored = kind.size // math.prod(sizes[axis] for axis in axes) * kind.count
         key = (
             kind.part,

@@ -80,7 +80,7 @@ class Traffic:
         self.gather(axis, what, whole_bytes, 2 * times)
 
     def gather_over(self, axes, what: str, piece_bytes: float, times: float) -> None:
-        """Gathers over several axes, the outermost first, while the pieces are small."""
+        """Gathers over several axes in this order."""
         for axis in axes:
             piece_bytes *= self.links[axis].size
             self.gather(axis, what, piece_bytes, times)
@@ -190,7 +190,11 @@ def _context(traffic: Traffic, local: Local, times: float) -> None:
     state = cfg.kda.num_heads / local.shape.tensor * 2 * cfg.kda.head_dim**2 * 4
     rows = local.mean_tokens("kda") / per_rank
     runs = local.layer_runs("kda") * times
-    traffic.gather(meshes.CONTEXT, "states", rows * state * context, runs)
+    # Each rank composes its share of the heads: maps come, and states, half as large, go back.
+    # Where they do not divide, every rank gathers and composes all.
+    heads = rows * cfg.kda.num_heads / local.shape.tensor
+    whole = 1.5 if heads % context == 0 else context
+    traffic.gather(meshes.CONTEXT, "states", whole * rows * state, runs)
     latent = (cfg.mla.kv_lora_rank + cfg.mla.qk_rope_head_dim) * local.work.activation_bytes
     whole = local.mean_tokens("mla") * context * latent
     traffic.gather(meshes.CONTEXT, "states", whole, local.layer_runs("mla") * times)

@@ -33,7 +33,8 @@ def test_tables_show_ranking_memory_traffic_limits_and_options(capsys):
         "What does not work",
         "does not divide 896 routed experts",
         "as options of k3jax train (after a preset",
-        "--precision.parameters bfloat16 --precision.momentum bfloat16 --optimizer.rule momentum",
+        "--precision.parameters bfloat16 --precision.master float32 --precision.momentum bfloat16 "
+        "--optimizer.rule momentum",
         "--remat full",
     ):
         assert expected in printed.replace("\n", " ")

@@ -14,9 +14,10 @@ def mesh_of(**sizes):
     return meshes.build_mesh(shape, jax.devices()[: shape.num_devices])
 
 
-def test_axis_size_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"MeshShape\.fsdp=0 must be a whole number, at least 1"):
-        meshes.MeshShape(fsdp=0)
+@pytest.mark.parametrize("size", [0, 2.0, True, float("nan"), "2", None])
+def test_axis_sizes_that_are_no_counts_are_refused(size):
+    with pytest.raises(ValueError, match=r"MeshShape\.fsdp=.* must be a whole number, at least 1"):
+        meshes.MeshShape(fsdp=size)
 
 
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused():
@@ -42,8 +43,22 @@ def test_rules_give_specs():
     assert sharded.spec(("embed", "heads")) == P(("fsdp",), ("tensor",))
     with pytest.raises(ValueError, match="'fsdp' is claimed by both 'embed' and 'ffn'"):
         sharded.spec(("embed", "ffn"))
+    with pytest.raises(ValueError, match="'embed' goes to the mesh axis 'tensr', which does not"):
+        meshes.AxisRules((("embed", ("tensr",)),)).spec(("embed",))
+    with pytest.raises(ValueError, match=r"a matrix: 2 names .* for the shape \(4,\)"):
+        rules.place(("embed", "heads"), (4,), dict.fromkeys(meshes.AXES, 1), "a matrix")
     with pytest.raises(ValueError, match=r"unknown logical dimension 'width'; known: \['embed'"):
         sharded.spec(("width",))
+
+
+def test_stored_dimensions_take_the_inner_axes_that_divide():
+    """The innermost is gathered first: fsdp, whose neighbours lie farthest apart."""
+    sizes = dict.fromkeys(meshes.AXES, 1) | {"fsdp": 4, "expert": 3, "context": 2}
+    place = lambda size: meshes.AxisRules().place(("embed",), (size,), sizes)[0]  # noqa: E731
+    assert place(24) == ("context", "expert", "fsdp")
+    assert place(12) == ("expert", "fsdp")
+    assert place(20) == "fsdp"
+    assert place(6) is None
 
 
 def test_without_a_mesh_per_device_is_a_plain_call():

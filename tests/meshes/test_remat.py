@@ -1,5 +1,8 @@
 """Gathered weights are not kept for the backward pass; activations are."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import print_saved_residuals
@@ -7,6 +10,31 @@ from jax.sharding import PartitionSpec as P
 
 import meshes
 from meshes.remat import keep_all_but_gathered
+
+
+def test_pieces_gathered_inside_of_a_device_are_gathered_again(capsys):
+    """Over every storage axis: neither the whole weight nor what it was one gather before."""
+    mesh = meshes.build_mesh(meshes.MeshShape(fsdp=2, expert=2, context=2), jax.devices())
+    rows, stored = P(("fsdp", "expert"), "context", None), P(("context", "expert", "fsdp"), None)
+
+    def loss(x, w):
+        pieces = meshes.pieces_of(w)
+
+        def run(x, w):
+            return jnp.sin(jnp.sin(x) @ meshes.gather_pieces(w, pieces))
+
+        return meshes.per_device(run, (rows, stored), rows)(x, w).sum()
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 6, 16)), jax.NamedSharding(mesh, rows))
+        w = jax.device_put(jnp.ones((16, 14)), jax.NamedSharding(mesh, stored))
+        print_saved_residuals(jax.checkpoint(loss, policy=keep_all_but_gathered), x, w)
+        lines = capsys.readouterr().out.splitlines()
+    found = [line for line in lines if "argument" not in line]
+    # All devices together: even a weight after one of its three gathers would be larger.
+    shapes = [re.sub(r"@(\([^)]*\)|\w+)", "", re.search(r"\[(.*?)\]", line)[1]) for line in found]
+    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    assert sizes and max(sizes) <= 4 * 6 * 16, found
 
 
 def test_gathered_weights_are_gathered_again(capsys):

@@ -76,3 +76,19 @@ def test_unknown_platform_is_refused():
 def test_every_version_of_the_table_has_every_platform():
     assert all(list(platforms) == ["tpu", "gpu", "cpu"] for platforms in TABLE.values())
     assert meshes.compile_options("cuda") == meshes.compile_options("gpu")
+
+
+def test_products_of_crowded_simulated_devices_stay_in_one_thread(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert meshes.compile_options("cpu", local_devices=4) == {}
+    assert meshes.compile_options("cpu", local_devices=5) == {"xla_cpu_multi_thread_eigen": False}
+
+
+def test_a_kind_of_device_adds_its_own_options():
+    plain, v7x = meshes.compile_options("tpu", "TPU v5"), meshes.compile_options("tpu", "TPU7x")
+    assert plain == meshes.compile_options("tpu") and plain.items() < v7x.items()
+
+
+def test_unknown_optimization_level_is_refused():
+    with pytest.raises(ValueError, match="optimization level 'O9' must be one of"):
+        meshes.ahead_of_time_environment("O9")

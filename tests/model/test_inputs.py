@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import k3jax
+import meshes
 from k3jax.errors import UserError
 from tests.small_configs import pattern_config
 
@@ -56,3 +58,11 @@ def test_decoding_where_64_bit_types_are_on(model):
         loss, _ = k3jax.next_token_loss(model, tokens)
     np.testing.assert_array_equal(new, expected)
     assert np.isfinite(loss)
+
+
+def test_rows_on_an_axis_that_cuts_no_rows_are_refused(model):
+    mesh = meshes.build_mesh(meshes.MeshShape(tensor=2), jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(np.zeros((2, 4), np.int32), jax.NamedSharding(mesh, P("tensor")))
+        with pytest.raises(UserError, match=r"batch dimension of the tokens lies on \['tensor'\]"):
+            model.forward(tokens)
