@@ -67,22 +67,21 @@ def gather(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> jax.Array:
     return checkpoint_name(reshard(weight, used), GATHERED)
 
 
-def pieces_of(weight: jax.Array, keep: tuple[str, ...] = (TENSOR,)) -> Pieces:
-    """Per dimension the axes that only store `weight` in pieces: all but those of `keep`.
+def pieces_of(weight: jax.Array) -> Pieces:
+    """Per dimension the axes that only store `weight` in pieces: all but tensor.
 
     Raises:
-        ValueError: such an axis stands before one of `keep`: gathered around it the elements of a
-            piece would not follow one another.
+        ValueError: such an axis stands before tensor: gathered around it the elements of a piece
+            would not follow one another.
     """
     for entry in map(axes_of, spec_of(weight)):
-        kept = [axis in keep for axis in entry]
-        if kept != sorted(kept, reverse=True):
-            order = tuple(sorted(entry, key=lambda axis: axis not in keep))
+        if TENSOR in entry[1:]:
+            order = tuple(sorted(entry, key=lambda axis: axis != TENSOR))
             raise ValueError(
                 f"a weight of shape {weight.shape} lies as {spec_of(weight)}: axes that only store "
-                f"it must stand behind those that cut the computation; write {order} in AxisRules"
+                f"it must stand behind the one that cuts the computation; write {order} in AxisRules"
             )
-    return tuple(tuple(a for a in axes_of(e) if a not in keep) for e in spec_of(weight))
+    return tuple(tuple(a for a in axes_of(e) if a != TENSOR) for e in spec_of(weight))
 
 
 def gather_pieces(piece: jax.Array, pieces: Pieces) -> jax.Array:
