@@ -79,7 +79,7 @@ def pieces_of(weight: jax.Array) -> Pieces:
             order = tuple(sorted(entry, key=lambda axis: axis != TENSOR))
             raise ValueError(
                 f"a weight of shape {weight.shape} lies as {spec_of(weight)}: axes that only store "
-                f"it must stand behind the one that cuts the computation; write {order} in AxisRules"
+                f"it must stand behind {TENSOR}; write {order} in AxisRules"
             )
     return tuple(tuple(a for a in axes_of(e) if a != TENSOR) for e in spec_of(weight))
 
